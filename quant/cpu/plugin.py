@@ -1,0 +1,2 @@
+def register() -> None:
+    """Filled in by the engine work."""
