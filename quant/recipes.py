@@ -1,0 +1,84 @@
+"""What makes a tier what it is: named ways of running one model on one kind of device.
+
+A recipe is data: arguments and environment for vLLM, nothing else. This module imports no torch, so the
+gateway and the engine supervisor can read it. `measured` is True only for recipes whose speed and quality
+this project's benches have printed on real hardware; the others are known from vLLM's documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+Device = Literal["cpu", "gpu", "any"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One way of running the model; `name` is what ``[tiers.NAME] recipe`` says in the TOML."""
+
+    name: str
+    device: Device
+    engine_args: tuple[str, ...]
+    """Appended to vLLM's arguments; wins over the deployment's own ``dtype``."""
+    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Added to the engine's environment."""
+    description: str
+    measured: bool
+
+
+_ALL = (
+    Recipe(
+        name="float32",
+        device="any",
+        engine_args=("--dtype", "float32"),
+        description="full precision: the reference of every other recipe, and the fastest plain type on AVX2",
+        measured=True,
+    ),
+    Recipe(
+        name="bfloat16",
+        device="any",
+        engine_args=("--dtype", "bfloat16"),
+        description="half the memory; full precision on a GPU, emulated and slow on a CPU without AVX512-BF16",
+        measured=False,
+    ),
+    Recipe(
+        name="cpu-int8",
+        device="cpu",
+        engine_args=("--dtype", "float32", "--quantization", "cpu_int8", "--enforce-eager"),
+        description="weights int8 per output channel, activations 14 bits per token, one native call a layer",
+        measured=True,
+    ),
+    Recipe(
+        name="gpu-fp8",
+        device="gpu",
+        engine_args=("--dtype", "bfloat16", "--quantization", "fp8_per_block"),
+        description="fp8 made while loading, one scale per 128x128 block (Hopper or later)",
+        measured=False,
+    ),
+    Recipe(
+        name="gpu-fp8-tensor",
+        device="gpu",
+        engine_args=("--dtype", "bfloat16", "--quantization", "fp8_per_tensor"),
+        description="fp8 made while loading, one scale per tensor (Ada or later)",
+        measured=False,
+    ),
+    Recipe(
+        name="bnb-nf4",
+        device="gpu",
+        engine_args=("--dtype", "bfloat16", "--quantization", "bitsandbytes"),
+        description="bitsandbytes nf4 made while loading; needs vllm-bnb-plugin",
+        measured=False,
+    ),
+    Recipe(
+        name="bnb-int8",
+        device="gpu",
+        engine_args=("--dtype", "bfloat16", "--quantization", "bitsandbytes", "--enforce-eager"),
+        description="bitsandbytes int8, for a checkpoint saved with load_in_8bit; needs vllm-bnb-plugin",
+        measured=False,
+    ),
+)
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _ALL})
