@@ -1,0 +1,26 @@
+"""The gateway's own section of the TOML, ``[gateway]``."""
+
+from __future__ import annotations
+
+from rollout.config import Section
+
+
+class GatewayConfig(Section):
+    host: str = "127.0.0.1"
+    port: int = 8000
+    policy_hold_s: float = 600.0
+    """How long a trajectory stays on the policy it began with."""
+    reconcile_s: float = 0.5
+    """Pause between two looks at each replica."""
+    retry_failed_s: float = 10.0
+    """After a policy failed to load or verify on a replica, when to try again."""
+    warm_prefixes: int = 8
+    """Hottest prompt prefixes that are run through a policy before it is promoted."""
+    warm_timeout_s: float = 20.0
+    """A promotion waits this long for the warm-up at most."""
+    key_cache_s: float = 5.0
+    """How long a key that was looked up is believed; a revoked key works this much longer at most."""
+    trajectories_in_memory: int = 20_000
+    """Trajectories whose policy and replica are remembered without asking the store."""
+    fingerprint_tolerance: float = 1e-3
+    """Largest mean absolute difference in nats on a full-precision tier."""
