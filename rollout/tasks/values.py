@@ -1,0 +1,87 @@
+"""Argument values, split by content: what `held_out` draws, `train` never does."""
+
+from __future__ import annotations
+
+import random
+from datetime import date, timedelta
+
+TRAIN, HELD_OUT = "train", "held_out"
+
+
+def _pool(train: str, held_out: str) -> tuple[list[str], list[str]]:
+    return train.split(", "), held_out.split(", ")
+
+
+POOLS: dict[str, tuple[list[str], list[str]]] = {
+    # name: (train, held out)
+    "city": _pool(
+        "Paris, Tokyo, Lima, Oslo, Cairo, Quito, Delhi, Berlin, Madrid, Accra, Hanoi, Rome, Austin, Perth, "
+        "Prague, Lisbon, Nairobi, Boston, Seoul, Vienna, Athens",
+        "Dublin, Warsaw, Havana, Geneva, Denver, Bergen, Milan, Chicago, Sydney, Zurich",
+    ),
+    "name": _pool(
+        "Anna, Bob, Carla, Dmitri, Eve, Farid, Hugo, Ivan, Jane, Kofi, Lena, Mark, Nora, Omar, Paul, Rosa",
+        "Gita, Tom, Uma, Victor, Wendy, Simon, Olga, Peter",
+    ),
+    "item": _pool(
+        "lamp, chair, kettle, backpack, keyboard, mug, pillow, drill, tent, clock, blanket, helmet, guitar, "
+        "monitor, ladder, toaster, jacket, radio",
+        "desk, printer, umbrella, bicycle, camera, mirror, hammer, teapot",
+    ),
+    "subject": _pool(
+        "budget, lunch, project plan, holiday photos, meeting notes, new office, party, travel costs, "
+        "survey, website",
+        "invoice, contract, road trip, exam results, garden",
+    ),
+    "event": _pool(
+        "Dentist, Team meeting, Yoga class, Haircut, Lunch, Book club, Piano lesson, Review",
+        "Interview, Doctor, Board meeting, Chess club, Swimming",
+    ),
+    "restaurant": _pool(
+        "Blue Door, Casa Verde, Old Mill, Golden Fork, Sakura, Trattoria Uno, The Anchor",
+        "Red Lantern, Green Table, River House, Petit Jardin",
+    ),
+    "account": _pool("savings, checking, holiday, business", "pension, household, student"),
+    "domain": _pool("example.com, mail.org, post.net", "inbox.dev, box.io"),
+    "unanswerable": _pool(
+        "Play some jazz, Take a photo of me, Print this page, Turn off the lights, Open the garage door, "
+        "Water my plants, Feed the cat, Lock the front door",
+        "Start the dishwasher, Call a taxi, Vacuum the floor, Close the curtains",
+    ),
+}
+
+
+class Draw:
+    """Seeded draws of one split. The two splits of any pool or range have no value in common."""
+
+    def __init__(self, rng: random.Random, split: str) -> None:
+        self.rng = rng
+        self.split = split
+
+    def one(self, pool: str) -> str:
+        return self.rng.choice(POOLS[pool][self.split == HELD_OUT])
+
+    def number(self, low: int, high: int) -> int:
+        """A whole number in [low, high]; those of the form 3k+2 belong to `held_out`."""
+        return self.rng.choice([n for n in range(low, high + 1) if (n % 3 == 2) == (self.split == HELD_OUT)])
+
+    def day(self) -> date:
+        """A day of 2027; the day of the month decides the split."""
+        return date(2027, self.rng.randint(1, 12), self.number(1, 28))
+
+    def time(self) -> str:
+        """``HH:MM`` of the day; the hour decides the split."""
+        return f"{self.number(7, 19):02d}:{self.rng.choice((0, 15, 30, 45)):02d}"
+
+    def address(self, name: str) -> str:
+        return f"{name.lower()}@{self.one('domain')}"
+
+    def wording(self, train: list[str], held_out: str) -> str:
+        """One wording of `train`; in the held-out split the unseen one half of the time."""
+        if self.split == HELD_OUT and self.rng.random() < 0.5:
+            return held_out
+        return self.rng.choice(train)
+
+
+def later(day: date, days: int) -> date:
+    return day + timedelta(days=days)
