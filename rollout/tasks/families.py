@@ -380,7 +380,7 @@ def mail_note(draw: Draw) -> Draft:
     name, subject = draw.one("name"), draw.one("subject")
     address = draw.address(name)
     text = draw.wording(
-        [f"Mail {name} about the {subject}, then note: mailed"],
+        [f"Mail {name} about the {subject}. Note: mailed"],
         f"Send {name} a mail, subject {subject}. Note: mailed",
     )
     turns: list[Turn] = [

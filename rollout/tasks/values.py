@@ -29,9 +29,9 @@ POOLS: dict[str, tuple[list[str], list[str]]] = {
         "desk, printer, umbrella, bicycle, camera, mirror, hammer, teapot",
     ),
     "subject": _pool(
-        "budget, lunch, project plan, holiday photos, meeting notes, new office, party, travel costs, "
+        "budget, lunch, roadmap, photos, meeting notes, new office, party, travel costs, "
         "survey, website",
-        "invoice, contract, road trip, exam results, garden",
+        "invoice, contract, road trip, exam, garden",
     ),
     "event": _pool(
         "Dentist, Team meeting, Yoga class, Haircut, Lunch, Book club, Piano lesson, Review",
@@ -42,7 +42,7 @@ POOLS: dict[str, tuple[list[str], list[str]]] = {
         "Red Lantern, Green Table, River House, Petit Jardin",
     ),
     "account": _pool("savings, checking, holiday, business", "pension, household, student"),
-    "domain": _pool("example.com, mail.org, post.net", "inbox.dev, box.io"),
+    "domain": _pool("example.com, mail.org, post.net", "inbox.io, box.io"),
     "unanswerable": _pool(
         "Play some jazz, Take a photo of me, Print this page, Turn off the lights, Open the garage door, "
         "Water my plants, Feed the cat, Lock the front door",

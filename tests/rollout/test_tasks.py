@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -32,11 +34,15 @@ def question(task: Task) -> str:
     return str(task.messages[-1]["content"])
 
 
-def rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+@functools.cache
+def template() -> Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    template = environment.from_string(Path("learner/chat_template.jinja").read_text())
-    return template.render(messages=messages, tools=tools, add_generation_prompt=True)
+    return environment.from_string(Path("learner/chat_template.jinja").read_text())
+
+
+def rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    return template().render(messages=messages, tools=tools, add_generation_prompt=True)
 
 
 def test_a_seed_gives_the_same_task_for_ever() -> None:
