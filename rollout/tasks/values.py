@@ -42,7 +42,7 @@ POOLS: dict[str, tuple[list[str], list[str]]] = {
         "Red Lantern, Green Table, River House, Petit Jardin",
     ),
     "account": _pool("savings, checking, holiday, business", "pension, household, student"),
-    "domain": _pool("example.com, mail.org, post.net", "inbox.io, box.io"),
+    "domain": _pool("example.com, mail.org, post.net", "box.io, web.io"),
     "unanswerable": _pool(
         "Play some jazz, Take a photo of me, Print this page, Turn off the lights, Open the garage door, "
         "Water my plants, Feed the cat, Lock the front door",
