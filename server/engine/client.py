@@ -1,0 +1,309 @@
+"""One engine as the gateway sees it: everything that is peculiar to vLLM's HTTP is in this file.
+
+Every chat request asks for the prompt's ids, the sampled ids and their log-probs, and takes them out of
+what is handed on again: `ChatEvent.chunk` and `ChatResult.body` are what an OpenAI server would have sent.
+
+Invariant: of each choice, the ids and log-probs of its pieces, joined in order, are those that the engine
+sampled, one log-prob an id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+from server.engine.errors import EngineRejected, EngineUnavailable
+from server.engine.launch import BASE_MODEL
+
+CONNECT_SECONDS = 5.0
+CONTROL_SECONDS = 600.0
+"""Control calls wait for the step that is running and for weights to be read."""
+HEALTH_SECONDS = 5.0
+
+_CAPTURE_FIELDS = ("prompt_token_ids", "prompt_text", "prompt_logprobs", "kv_transfer_params", "ec_transfer_params", "metrics")
+_CAPTURE_CHOICE_FIELDS = ("token_ids", "logprobs", "routed_experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens sampled for one choice: those of one chunk, or all of them."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    """In nats, of `token_ids`."""
+    logprobs_content: list[dict[str, Any]]
+    """The same in OpenAI's form, with as many alternatives as `top_logprobs` asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatEvent:
+    """One chunk of a streamed answer."""
+
+    chunk: dict[str, Any]
+    prompt_token_ids: list[int] | None
+    """On the first chunk of each choice."""
+    pieces: list[Piece]
+    usage: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatResult:
+    """A whole answer."""
+
+    body: dict[str, Any]
+    prompt_token_ids: list[int]
+    choices: list[Piece]
+
+
+class Engine:
+    """Client of one engine, by its Unix socket or its URL.
+
+    Every method raises EngineUnavailable when the engine is starting, dead or dies meanwhile, and
+    EngineRejected when it answers with an error.
+    """
+
+    def __init__(self, address: str | Path) -> None:
+        self.address = str(address)
+        over_http = self.address.startswith(("http://", "https://"))
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        transport = (
+            httpx.AsyncHTTPTransport(limits=limits)
+            if over_http
+            else httpx.AsyncHTTPTransport(uds=self.address, limits=limits)
+        )
+        self._http = httpx.AsyncClient(
+            transport=transport,
+            base_url=self.address if over_http else "http://engine",
+            # An answer may be queued for long; whoever waits for it sets the limit and closes the request.
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def health(self) -> bool:
+        """Whether the engine computes; True also while it is paused."""
+        try:
+            return (await self._http.get("/health", timeout=HEALTH_SECONDS)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def models(self) -> set[str]:
+        """Names that can be asked for: ``base`` and every loaded policy."""
+        response = await self._call("GET", "/v1/models")
+        return {model["id"] for model in response["data"]}
+
+    async def load_adapter(self, policy_id: str, path: str | Path) -> None:
+        """Make the adapter in folder `path` answer under the name `policy_id`.
+
+        Rejected, with nothing changed, when it cannot be read, when some of its modules would have no
+        effect on this engine, or when the engine already holds as many adapters as it can keep in memory.
+        """
+        await self._call("POST", "/v1/load_lora_adapter", {"lora_name": policy_id, "lora_path": str(path)})
+
+    async def unload_adapter(self, policy_id: str) -> None:
+        """Forget the name; its memory is given up once no running request uses it.
+
+        The caller makes sure that no request in flight names it.
+        """
+        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": policy_id})
+        await self._worker("release_adapter", policy_id)
+
+    async def reload_weights(self, path: str | Path) -> None:
+        """Replace the base weights by those of the checkpoint folder `path`.
+
+        Adapters of the old base are unloaded and the prefix cache is emptied. Requests in flight finish
+        first, requests that come meanwhile wait. Rejected, with the old weights in place, when the
+        checkpoint does not fit; an engine that fails half-way ends itself and is started anew.
+        """
+        await self._worker("check_weights", str(path))
+        for name in await self.models() - {BASE_MODEL}:
+            await self.unload_adapter(name)
+        await self._call("POST", "/pause?mode=wait")
+        try:
+            await self._worker("replace_weights", str(path))
+            await self._call("POST", "/reset_prefix_cache")
+        finally:
+            await self._call("POST", "/resume")
+
+    async def score(self, model: str, token_ids: list[int]) -> list[float | None]:
+        """Log-prob in nats of each id given those before it; None for the first. [len(token_ids)]
+
+        Computed afresh, never from the prefix cache.
+        """
+        body = {"model": model, "prompt": token_ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        choice = (await self._call("POST", "/v1/completions", body))["choices"][0]
+        entries: list[dict[str, dict[str, Any]] | None] = choice["prompt_logprobs"]
+        return [
+            None if entry is None else entry[str(token)]["logprob"]
+            for entry, token in zip(entries, token_ids, strict=True)
+        ]
+
+    async def tokenize(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        """Ids of the prompt that the model's chat template makes of a conversation."""
+        body = {"messages": messages, "add_generation_prompt": True} | ({"tools": tools} if tools else {})
+        ids: list[int] = (await self._call("POST", "/tokenize", body))["tokens"]
+        return ids
+
+    async def chat(
+        self, body: dict[str, Any], *, prompt_token_ids: list[int] | None = None, priority: int = 0
+    ) -> ChatResult:
+        """Answer a chat request; with `prompt_token_ids` the prompt is exactly those ids."""
+        request = _request(body, prompt_token_ids, priority) | {"stream": False}
+        request.pop("stream_options", None)
+        answer = await self._call("POST", "/v1/chat/completions", request, seconds=None)
+        ids: list[int] = answer["prompt_token_ids"]
+        return ChatResult(prompt_token_ids=ids, choices=_take_pieces(answer), body=_take_fields(answer))
+
+    async def stream_chat(
+        self, body: dict[str, Any], *, prompt_token_ids: list[int] | None = None, priority: int = 0
+    ) -> AsyncIterator[ChatEvent]:
+        """The answer chunk by chunk; closing the iterator ends the request in the engine.
+
+        The last chunk carries the usage. Ending without an exception means that the answer is complete.
+        """
+        request = _request(body, prompt_token_ids, priority) | {"stream": True}
+        request["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
+        content = msgspec.json.encode(request)
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._http.stream(
+                "POST", "/v1/chat/completions", content=content, headers=headers
+            ) as response:
+                if response.status_code != 200:
+                    raise await self._error(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: "):
+                        continue
+                    if line == "data: [DONE]":
+                        return
+                    chunk = msgspec.json.decode(line[6:])
+                    if "error" in chunk:
+                        raise await self._error(int(chunk["error"].get("code") or 500), line[6:].encode())
+                    yield _event(chunk)
+        except httpx.TransportError as error:
+            raise EngineUnavailable(f"{self.address}: {error or type(error).__name__}") from error
+        raise EngineUnavailable(f"{self.address}: the stream ended before the answer did")
+
+    async def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges by name, summed over their labels; histograms as _sum and _count."""
+        try:
+            response = await self._http.get("/metrics", timeout=HEALTH_SECONDS)
+        except httpx.TransportError as error:
+            raise EngineUnavailable(f"{self.address}: {error or type(error).__name__}") from error
+        totals: dict[str, float] = {}
+        for line in response.text.splitlines():
+            name = line.partition("{")[0].partition(" ")[0]
+            if line.startswith("#") or not name or name.endswith("_bucket"):
+                continue
+            totals[name] = totals.get(name, 0.0) + float(line.rpartition(" ")[2])
+        return totals
+
+    async def _worker(self, method: str, *arguments: str) -> list[Any]:
+        answer = await self._call("POST", "/collective_rpc", {"method": method, "args": list(arguments)})
+        return list(answer["results"]) if answer else []
+
+    async def _call(
+        self,
+        verb: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        seconds: float | None = CONTROL_SECONDS,
+    ) -> Any:
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"content-type": "application/json"}
+        try:
+            response = await self._http.request(
+                verb,
+                path,
+                content=content,
+                headers=headers,
+                timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS),
+            )
+        except httpx.TransportError as error:
+            raise EngineUnavailable(f"{self.address}: {error or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise await self._error(response.status_code, response.content)
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return msgspec.json.decode(response.content) if is_json and response.content else None
+
+    async def _error(self, status: int, content: bytes) -> EngineRejected | EngineUnavailable:
+        """A fault of an engine that still answers is about the request; otherwise it is about the engine."""
+        error = _error_body(status, content)
+        if status == 503 or (status >= 500 and not await self.health()):
+            return EngineUnavailable(f"{self.address}: {error['message']}")
+        return EngineRejected(status, error)
+
+
+def _request(body: dict[str, Any], prompt_token_ids: list[int] | None, priority: int) -> dict[str, Any]:
+    request = dict(body)
+    request["logprobs"] = True
+    request["top_logprobs"] = body.get("top_logprobs") or 0
+    request["return_token_ids"] = True
+    # Hiding the reasoning here would hide its ids and log-probs too; whoever answers the caller hides it.
+    request["include_reasoning"] = True
+    request["priority"] = priority
+    if prompt_token_ids is not None:
+        request["kv_transfer_params"] = {"prompt_token_ids": prompt_token_ids}
+    return request
+
+
+def _event(chunk: dict[str, Any]) -> ChatEvent:
+    ids: list[int] | None = chunk.get("prompt_token_ids")
+    pieces = _take_pieces(chunk)
+    return ChatEvent(chunk=_take_fields(chunk), prompt_token_ids=ids, pieces=pieces, usage=chunk.get("usage"))
+
+
+def _take_pieces(answer: dict[str, Any]) -> list[Piece]:
+    """The sampled tokens of every choice that has some. Raises EngineUnavailable never; counts are whole."""
+    pieces = []
+    for choice in answer["choices"]:
+        ids: list[int] = choice.get("token_ids") or []
+        content: list[dict[str, Any]] = (choice.get("logprobs") or {}).get("content") or []
+        if not ids and not content:
+            continue
+        logprobs = [float(entry["logprob"]) for entry in content]
+        pieces.append(
+            Piece(index=choice["index"], token_ids=ids, logprobs=logprobs, logprobs_content=content)
+        )
+    return pieces
+
+
+def _take_fields(answer: dict[str, Any]) -> dict[str, Any]:
+    """`answer` without what only capture asked for."""
+    for name in _CAPTURE_FIELDS:
+        answer.pop(name, None)
+    for choice in answer["choices"]:
+        for name in _CAPTURE_CHOICE_FIELDS:
+            choice.pop(name, None)
+    return answer
+
+
+def _error_body(status: int, content: bytes) -> dict[str, Any]:
+    """OpenAI's error object, whatever shape this route of vLLM answered in."""
+    try:
+        decoded = msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        decoded = content.decode(errors="replace")
+    error = decoded.get("error", decoded) if isinstance(decoded, dict) else decoded
+    if isinstance(error, dict) and "message" in error:
+        return error
+    detail = error.get("detail", error) if isinstance(error, dict) else error
+    return {
+        "message": str(detail) or f"status {status}",
+        "type": "engine_error",
+        "param": None,
+        "code": status,
+    }

@@ -1,0 +1,247 @@
+"""How a replica's vLLM is started: arguments, environment and the files of one engine.
+
+`launch` is a pure function of the replica's configuration, its recipe and what the host offers, so what
+will run can be read, tested and printed without running it. Nothing here starts a process.
+
+Invariant: every engine computes what capture relies on (log-probs of the policy at its temperature, no
+sampling defaults taken from the model, one API process that holds all names) whatever its tier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quant.recipes import RECIPES, Recipe
+from rollout.config import ConfigError, EngineConfig, ModelConfig, TierConfig, home, section, tiers
+
+BASE_MODEL = "base"
+"""Name under which every engine serves its base weights."""
+DRAIN_SECONDS = 5
+"""How long vLLM lets running requests finish once it is told to stop."""
+SPARE_ADAPTERS = 2
+"""Adapters an engine keeps in memory beyond those it can compute with, so that one still in use by a
+request in flight is never read again from a folder that may be gone."""
+WORKER_EXTENSION = "server.engine.worker.extension.RatchetWorker"
+_SOCKET_PATH_LIMIT = 107
+"""Bytes of a Unix socket's path (sun_path without its terminator)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One engine of the deployment: ``standard-0`` is the first replica of tier ``standard``."""
+
+    id: str
+    tier: str
+    recipe: Recipe
+    model: ModelConfig
+    engine: EngineConfig
+    speculation: dict[str, Any] | None
+    home: Path
+
+    @property
+    def socket(self) -> Path:
+        return self.home / "run" / f"{self.id}.sock"
+
+    @property
+    def state_file(self) -> Path:
+        return self.home / "run" / f"{self.id}.json"
+
+    @property
+    def log_file(self) -> Path:
+        return self.home / "logs" / f"{self.id}.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What the machine offers an engine."""
+
+    device: str
+    """"gpu" or "cpu"."""
+    cores: str
+    """Cores this process may use, as ``0,1``."""
+    preload: tuple[Path, ...]
+    """Libraries to load first, in order."""
+    missing: tuple[str, ...]
+    """Libraries worth having that were not found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Everything a process needs to become this replica."""
+
+    argv: list[str]
+    env: dict[str, str]
+    """Added to the parent's environment."""
+    socket: Path
+    state_file: Path
+    log_file: Path
+    notes: list[str] = field(default_factory=list)
+    """What the operator should know; first lines of the log."""
+
+
+def replica(document: dict[str, Any], replica_id: str) -> Replica:
+    """The replica named `replica_id` of a deployment.
+
+    Raises ConfigError when there is no such tier, replica or recipe.
+    """
+    tier, _, index = replica_id.rpartition("-")
+    tier_configs: dict[str, TierConfig] = tiers(document)
+    if tier not in tier_configs or not index.isdigit() or int(index) >= tier_configs[tier].replicas:
+        known = [f"{name}-{i}" for name, config in tier_configs.items() for i in range(config.replicas)]
+        raise ConfigError(
+            f"--replica {replica_id}: the configuration has {', '.join(known) or 'no replicas'}"
+        )
+    config = tier_configs[tier]
+    if config.recipe not in RECIPES:
+        raise ConfigError(f"tiers.{tier}.recipe: {config.recipe!r} is not one of {', '.join(RECIPES)}")
+    found = Replica(
+        id=replica_id,
+        tier=tier,
+        recipe=RECIPES[config.recipe],
+        model=section(document, "model", ModelConfig),
+        engine=section(document, "engine", EngineConfig),
+        speculation=config.speculation,
+        home=home(document),
+    )
+    if len(os.fsencode(found.socket)) > _SOCKET_PATH_LIMIT:
+        raise ConfigError(
+            f"home.path: {found.socket} is longer than {_SOCKET_PATH_LIMIT} bytes, a socket's limit"
+        )
+    return found
+
+
+def detect(engine: EngineConfig) -> Host:
+    """Look at this machine once. `engine.device` of ``cpu`` or ``gpu`` settles the device."""
+    device = engine.device if engine.device != "auto" else ("gpu" if _gpu_answers() else "cpu")
+    if device not in ("cpu", "gpu"):
+        raise ConfigError(f"engine.device: {device!r} is not one of auto, cpu, gpu")
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    found: list[Path] = []
+    missing: list[str] = []
+    for name, places in {
+        "libtcmalloc": _library_places("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"),
+        # vLLM's CPU kernels run several times faster on Intel's OpenMP run time than on GNU's.
+        "libiomp5": [Path(sys.prefix) / "lib" / "libiomp5.so"],
+    }.items():
+        path = next((place for place in places if place.exists()), None)
+        if path is None:
+            missing.append(name)
+        else:
+            found.append(path)
+    return Host(device=device, cores=cores, preload=tuple(found), missing=tuple(missing))
+
+
+def launch(replica: Replica, host: Host) -> Launch:
+    """Arguments and environment of `replica` on `host`.
+
+    Raises ConfigError when the recipe is for another kind of device.
+    """
+    recipe = replica.recipe
+    if recipe.device not in ("any", host.device):
+        raise ConfigError(
+            f"tiers.{replica.tier}.recipe: {recipe.name!r} needs a {recipe.device}, this machine is a {host.device}"
+        )
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    notes = [f"replica {replica.id}: recipe {recipe.name} on {host.device}"]
+    if host.device == "cpu":
+        env |= _cpu_env(replica.engine, host)
+        notes += [f"{name} not found: the engine runs slower without it" for name in host.missing]
+    argv = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *_model_args(replica),
+        *_adapter_args(replica.engine),
+        *_capture_args(),
+        *(
+            ["--enforce-eager"]
+            if host.device == "cpu" and "--enforce-eager" not in recipe.engine_args
+            else []
+        ),
+        *recipe.engine_args,
+        *(["--speculative-config", json.dumps(replica.speculation)] if replica.speculation else []),
+        *replica.engine.extra_args,
+    ]
+    return Launch(
+        argv=argv,
+        env=env | dict(recipe.env),
+        socket=replica.socket,
+        state_file=replica.state_file,
+        log_file=replica.log_file,
+        notes=notes,
+    )
+
+
+def _model_args(replica: Replica) -> list[str]:
+    engine = replica.engine
+    return [
+        *("--model", replica.model.path, "--served-model-name", BASE_MODEL),
+        *("--uds", str(replica.socket)),
+        *("--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(engine.max_num_seqs)),
+        # On a CPU vLLM's own default is 128: prompts of a few hundred tokens would hardly ever hit.
+        *(["--block-size", str(engine.block_size)] if engine.block_size else []),
+        *(["--dtype", engine.dtype] if "--dtype" not in replica.recipe.engine_args else []),
+        *("--scheduling-policy", "priority"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", replica.model.tool_parser),
+        # The names of loaded adapters live in the API process: there must be one.
+        *("--api-server-count", "1"),
+        *("--shutdown-timeout", str(DRAIN_SECONDS)),
+        "--disable-uvicorn-access-log",
+    ]
+
+
+def _adapter_args(engine: EngineConfig) -> list[str]:
+    return [
+        "--enable-lora",
+        *("--max-loras", str(engine.max_policies)),
+        *("--max-cpu-loras", str(engine.max_policies + SPARE_ADAPTERS)),
+        *("--max-lora-rank", str(engine.max_lora_rank)),
+        *("--lora-target-modules", *engine.target_modules),
+        *("--worker-extension-cls", WORKER_EXTENSION),
+    ]
+
+
+def _capture_args() -> list[str]:
+    return [
+        *("--generation-config", "vllm"),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--max-logprobs", "64"),
+        "--enable-prompt-tokens-details",
+        "--enable-request-id-headers",
+    ]
+
+
+def _cpu_env(engine: EngineConfig, host: Host) -> dict[str, str]:
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_cache_gb),
+        # vLLM's own "auto" keeps one core per worker back: on two cores it would compute on one.
+        "VLLM_CPU_OMP_THREADS_BIND": host.cores if engine.threads == "auto" else engine.threads,
+    }
+    if host.preload:
+        env["LD_PRELOAD"] = ":".join(map(str, host.preload))
+    return env
+
+
+def _gpu_answers() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return answer.returncode == 0 and b"GPU" in answer.stdout
+
+
+def _library_places(*names: str) -> list[Path]:
+    folders = [Path("/usr/lib") / f"{os.uname().machine}-linux-gnu", Path("/usr/lib64"), Path("/usr/lib")]
+    return [folder / name for folder in folders for name in names]
