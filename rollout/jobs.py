@@ -1,7 +1,8 @@
 """A durable queue with leases: work that must be done once, by whoever is alive.
 
-Invariants: at any time at most one lease of a job is valid; a job is tried `max_attempts` times at most, whether an
-attempt ended in a retryable failure or in silence; only the holder of the newest lease can finish or fail it.
+Invariants: at any time at most one lease of a job is valid; a job is tried `max_attempts` times at most,
+whether an attempt ended in a retryable failure or in silence; only the holder of the newest lease can finish
+or fail it.
 Times are the callers' clocks: leases should be much longer than clocks differ between hosts.
 """
 
@@ -129,7 +130,7 @@ def fail(
     max_attempts: int | None = None,
     delay_s: float = 0.0,
 ) -> Job:
-    """The attempt failed: back into the queue after `delay_s` while attempts are left and `retry`, else failed.
+    """The attempt failed: back into the queue after `delay_s` if `retry` and attempts are left, else failed.
 
     `max_attempts` overrides the job's own bound. Raises LeaseLost.
     """
@@ -144,7 +145,7 @@ def fail(
 
 
 def _settle(tx: Connection, job: Job, values: dict[str, Any]) -> Job:
-    """Update the job if this very lease still holds it: `attempts` rises with every lease, so it is the fence."""
+    """Update the job if this lease still holds it: `attempts` rises with every lease, so it is the fence."""
     table = tables.jobs
     c = table.c
     row = tx.execute(

@@ -61,10 +61,11 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     frm: PolicyState | None
     """None for the registration."""
     to: PolicyState
-    at: float
     actor: str
-    reason: str | None
-    evidence: dict[str, Any] | None
+    reason: str | None = None
+    evidence: dict[str, Any] | None = None
+    at: float = 0.0
+    """Set by the store."""
 
 
 def reserve(tx: Connection) -> str:
@@ -111,7 +112,7 @@ def register(
             updated_at=now,
         )
     )
-    _note(tx, manifest.id, None, state, actor="register", reason=reason)
+    _note(tx, Transition(policy_id=manifest.id, frm=None, to=state, actor="register", reason=reason), now)
     _skip_reserved(tx, manifest.id)
     if state is S.PROMOTED:
         _serve(tx, promoted=manifest.id, previous=current.promoted, epoch=current.epoch + 1)
@@ -133,7 +134,7 @@ def list_policies(tx: Connection, states: Collection[PolicyState] | None = None)
     return [_policy(row) for row in tx.execute(statement)]
 
 
-def transition(
+def transition(  # noqa: PLR0913 - a compare-and-set with its evidence is one call
     tx: Connection,
     policy_id: str,
     frm: PolicyState,
@@ -154,8 +155,10 @@ def transition(
         raise PolicyConflict(f"{frm} to {to} is done by promote or rollback")
     if to is S.CANARY and not evidence:
         raise PolicyConflict(f"policy {policy_id} passes the gate only with evidence")
-    _set_state(tx, policy_id, frm, to, reason)
-    _note(tx, policy_id, frm, to, actor=actor, reason=reason, evidence=evidence)
+    _move(
+        tx,
+        Transition(policy_id=policy_id, frm=frm, to=to, actor=actor, reason=reason, evidence=evidence),
+    )
     return _must_get(tx, policy_id)
 
 
@@ -198,8 +201,7 @@ def promote(
     _check_expected(current, expected)
     _lock(tx, policy_id, S.CANARY)  # refuse before the first write, not half-way
     _retire(tx, current.promoted, policy_id, actor=actor)
-    _set_state(tx, policy_id, S.CANARY, S.PROMOTED, None)
-    _note(tx, policy_id, S.CANARY, S.PROMOTED, actor=actor, evidence=evidence)
+    _move(tx, Transition(policy_id=policy_id, frm=S.CANARY, to=S.PROMOTED, actor=actor, evidence=evidence))
     return _serve(tx, promoted=policy_id, previous=current.promoted, epoch=current.epoch + 1)
 
 
@@ -213,10 +215,15 @@ def rollback(tx: Connection, *, expected: str | None = None, actor: str, reason:
     if current.promoted is None or current.previous is None:
         raise PolicyConflict("there is no previous policy to go back to")
     _lock(tx, current.previous, S.RETIRED)
-    _set_state(tx, current.promoted, S.PROMOTED, S.ROLLED_BACK, reason)
-    _note(tx, current.promoted, S.PROMOTED, S.ROLLED_BACK, actor=actor, reason=reason)
-    _set_state(tx, current.previous, S.RETIRED, S.PROMOTED, None)
-    _note(tx, current.previous, S.RETIRED, S.PROMOTED, actor=actor, reason=f"{current.promoted} rolled back")
+    _move(
+        tx,
+        Transition(policy_id=current.promoted, frm=S.PROMOTED, to=S.ROLLED_BACK, actor=actor, reason=reason),
+    )
+    why = f"{current.promoted} rolled back"
+    _move(
+        tx,
+        Transition(policy_id=current.previous, frm=S.RETIRED, to=S.PROMOTED, actor=actor, reason=why),
+    )
     return _serve(tx, promoted=current.previous, previous=None, epoch=current.epoch + 1)
 
 
@@ -289,46 +296,38 @@ def _lock(tx: Connection, policy_id: str, state: PolicyState) -> None:
 
 
 def _retire(tx: Connection, policy_id: str | None, successor: str, *, actor: str) -> None:
-    if policy_id is None:
-        return
-    reason = f"succeeded by {successor}"
-    _set_state(tx, policy_id, S.PROMOTED, S.RETIRED, reason)
-    _note(tx, policy_id, S.PROMOTED, S.RETIRED, actor=actor, reason=reason)
+    if policy_id is not None:
+        reason = f"succeeded by {successor}"
+        _move(
+            tx,
+            Transition(policy_id=policy_id, frm=S.PROMOTED, to=S.RETIRED, actor=actor, reason=reason),
+        )
 
 
-def _set_state(tx: Connection, policy_id: str, frm: PolicyState, to: PolicyState, reason: str | None) -> None:
-    assert to in TRANSITIONS[frm]
-    table = tables.policies
+def _move(tx: Connection, step: Transition) -> None:
+    """Take one step if the policy is where the step begins, and note it; raises PolicyConflict."""
+    assert step.frm is not None
+    assert step.to in TRANSITIONS[step.frm]
+    table, now = tables.policies, time.time()
     changed = tx.execute(
         update(table)
-        .where(table.c.id == policy_id, table.c.state == frm.value)
-        .values(state=to.value, reason=reason, updated_at=time.time())
+        .where(table.c.id == step.policy_id, table.c.state == step.frm.value)
+        .values(state=step.to.value, reason=step.reason, updated_at=now)
     )
     if changed.rowcount != 1:
-        raise PolicyConflict(f"policy {policy_id} is {_must_get(tx, policy_id).state}, not {frm}")
-
-
-def _note(
-    tx: Connection,
-    policy_id: str,
-    frm: PolicyState | None,
-    to: PolicyState,
-    *,
-    actor: str,
-    reason: str | None = None,
-    evidence: dict[str, Any] | None = None,
-) -> None:
-    tx.execute(
-        insert(tables.policy_transitions).values(
-            policy_id=policy_id,
-            frm=None if frm is None else frm.value,
-            to=to.value,
-            at=time.time(),
-            actor=actor,
-            reason=reason,
-            evidence=evidence,
+        raise PolicyConflict(
+            f"policy {step.policy_id} is {_must_get(tx, step.policy_id).state}, not {step.frm}"
         )
-    )
+    _note(tx, step, now)
+
+
+def _note(tx: Connection, step: Transition, now: float) -> None:
+    values = msgspec.structs.asdict(step) | {
+        "frm": None if step.frm is None else step.frm.value,
+        "to": step.to.value,
+        "at": now,
+    }
+    tx.execute(insert(tables.policy_transitions).values(values))
 
 
 def _must_get(tx: Connection, policy_id: str) -> Policy:

@@ -39,7 +39,7 @@ class Store:
 
     @classmethod
     def open(cls, url: str) -> Store:
-        """Connect to `url` (``sqlite:///FILE`` or ``postgresql+psycopg://...``); raises StoreError for others."""
+        """Connect to ``sqlite:///FILE`` or ``postgresql+psycopg://...``; raises StoreError for other URLs."""
         parsed = make_url(url)
         backend = parsed.get_backend_name()
         if backend == "sqlite":

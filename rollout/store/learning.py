@@ -1,7 +1,7 @@
 """What the learner must not forget: samples used, its checkpoint, its switch and its status.
 
-Invariant: a sample (a completion or a joined trajectory, and the choice) is marked by a job at most once, in the
-transaction that moves the job's checkpoint row; so a restart neither repeats nor skips an update.
+Invariant: a sample (a completion or a joined trajectory, and the choice) is marked by a job at most once, in
+the transaction that moves the job's checkpoint row; so a restart neither repeats nor skips an update.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trajectory_key(project_id: str, trajectory_id: str) -> str:
-    """The key of a sample that is a whole trajectory: callers choose those ids, so the project is part of it."""
+    """The key of a sample that is a whole trajectory. Callers choose those ids: the project is part of it."""
     return f"trajectory:{project_id}:{trajectory_id}"
 
 
 def mark_used(tx: Connection, job: str, update: int, samples: Sequence[tuple[str, int]]) -> None:
-    """Mark (completion id or trajectory key, choice) as trained on; raises AlreadyUsed and then writes none."""
+    """Mark (completion id or trajectory key, choice) as trained on; raises AlreadyUsed, then roll back."""
     if not samples:
         return
     rows = [{"job": job, "key": key, "choice": choice, "update": update} for key, choice in samples]
@@ -98,5 +98,5 @@ def get_learner_status(tx: Connection) -> dict[str, Any] | None:
 
 
 def set_learner_status(tx: Connection, status: dict[str, Any]) -> None:
-    """Counters (seen, kept, judged, trained), `why_not` by reason, and `state` in words, for people to read."""
+    """Counters (seen, kept, judged, trained), `why_not` by reason and `state` in words, for people."""
     set_setting(tx, STATUS_KEY, {**status, "updated_at": time.time()})

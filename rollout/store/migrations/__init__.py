@@ -1,4 +1,4 @@
-"""Schema versions, run by `Store.migrate` with alembic; nobody needs alembic's command line or an ini file."""
+"""Schema versions, run by `Store.migrate` with alembic; no command line of alembic, no ini file."""
 
 from __future__ import annotations
 
