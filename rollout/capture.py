@@ -16,7 +16,7 @@ from rollout.records import Capture, Choice, Completion, CompletionStatus, Joint
 MISSING_LOGPROB = -9999.0
 """What the engine writes where it has no log-prob."""
 GREEDY_BELOW = 0.01
-"""At temperatures below this the engine takes the likeliest token, so there is no distribution to speak of."""
+"""At temperatures below this the engine takes the likeliest token, so nothing is sampled."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (None, 1, 1.0),
@@ -131,12 +131,21 @@ class _Sampled:
         return message
 
 
+def _essential(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without the empty fields that engines add."""
+    kept = {key: message[key] for key in ("reasoning", "tool_calls") if message.get(key)}
+    content = message.get("content")
+    return {"role": "assistant", "content": content or (None if "tool_calls" in kept else ""), **kept}
+
+
 class Recorder:
     """Collects one exchange. Feed `prompt`, `pieces`, `chunk` or `body`, `usage`; then `completion`."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.prompt_token_ids: list[int] = []
+        self.expected_prompt: list[int] | None = None
+        """Ids that the engine was told to use as the prompt, of a joined turn."""
         self.usage: Usage | None = None
         self._choices: dict[int, _Sampled] = {}
 
@@ -161,7 +170,7 @@ class Recorder:
         """A whole `chat.completion`."""
         for choice in body["choices"]:
             sampled = self._choice(choice["index"])
-            sampled.message = choice["message"]
+            sampled.message = _essential(choice["message"])
             sampled.finish_reason = choice.get("finish_reason")
 
     def count(self, usage: dict[str, Any] | None) -> None:
@@ -194,6 +203,8 @@ class Recorder:
             return f"{self.sampled} ids, usage says {self.usage.completion_tokens}"
         if len(self.prompt_token_ids) != self.usage.prompt_tokens:
             return f"{len(self.prompt_token_ids)} prompt ids, usage says {self.usage.prompt_tokens}"
+        if self.expected_prompt not in (None, self.prompt_token_ids):
+            return "the engine did not use the joined prompt"
         return None
 
     def completion(

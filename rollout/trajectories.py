@@ -69,13 +69,10 @@ def context_hash(project_id: str, tools: list[dict[str, Any]] | None, messages: 
     return hashlib.sha256(msgspec.json.encode(normal, order="sorted")).hexdigest()
 
 
-def contexts(completion: Completion) -> list[tuple[str, int]]:
-    """(context hash, choice index) under which later requests find each choice of a completion."""
+def contexts(completion: Completion) -> list[str]:
+    """Context hashes under which later requests find each choice of a completion, in order of choices."""
     return [
-        (
-            context_hash(completion.project_id, completion.tools, [*completion.messages, choice.message]),
-            choice.index,
-        )
+        context_hash(completion.project_id, completion.tools, [*completion.messages, choice.message])
         for choice in completion.choices
     ]
 
@@ -144,7 +141,8 @@ class PromptRenderer:
             for name in ("bos_token", "eos_token", "pad_token", "unk_token")
             if settings.get(name) is not None
         }
-        self.stop_ids = _stop_ids(model_dir) or {self._tokenizer.token_to_id(self._special["eos_token"])}
+        eos = self._tokenizer.token_to_id(self._special["eos_token"])
+        self.stop_ids: set[int] = _stop_ids(model_dir) or {int(eos)}
 
     def text(self, token_id: int) -> str:
         """A single token as text, special ones included."""

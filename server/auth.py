@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.records import ApiKey, Project, Scope
-from rollout.store import Store
-from rollout.store import projects
+from rollout.store import Store, projects
 from server import errors
 
-PREFIX = "rk-"
+PREFIX = "sk-ratchet-"
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,10 +30,6 @@ def new_secret() -> str:
     return PREFIX + secrets.token_urlsafe(32)
 
 
-def secret_hash(secret: str) -> str:
-    return hashlib.sha256(secret.encode()).hexdigest()
-
-
 class Auth:
     """Looks keys up in the store. Bounded: unknown keys are never cached."""
 
@@ -50,7 +44,7 @@ class Auth:
         scheme, _, secret = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not secret:
             raise errors.bad_key()
-        hashed = secret_hash(secret.strip())
+        hashed = projects.hash_secret(secret.strip())
         entry = self._known.get(hashed)
         if entry is None or entry[0] < self._clock():
             self._known.pop(hashed, None)
@@ -63,6 +57,6 @@ class Auth:
     def _look_up(self, hashed: str) -> Caller:
         with self._store.read() as tx:
             found = projects.find_key(tx, hashed)
-        if found is None or found[0].revoked_at is not None:
+        if found is None:
             raise errors.bad_key()
         return Caller(key=found[0], project=found[1])

@@ -113,3 +113,19 @@ def not_recorded() -> ApiError:
 
 def lost_race(message: str) -> ApiError:
     return ApiError(412, message, code="precondition_failed")
+
+
+def not_verified(policy: str, missing: str) -> ApiError:
+    # 409: the official client tries again by itself, and waiting is what helps.
+    return ApiError(
+        409,
+        f"Policy {policy} cannot be served yet: {missing}; try again shortly.",
+        code="policy_not_verified",
+        retry_after_s=1,
+    )
+
+
+def store_unavailable() -> ApiError:
+    return ApiError(
+        503, "The store does not answer; try again shortly.", code="store_unavailable", retry_after_s=2
+    )

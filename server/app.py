@@ -1,0 +1,95 @@
+"""The HTTP application: routes, the one place where errors become responses, request ids."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server import errors
+from server.gateway import Gateway
+from server.responses import error_response
+from server.routes import chat, feedback, health, learning, models, policies, tiers, trajectories
+
+log = logging.getLogger(__name__)
+
+
+def create_app(gateway: Gateway) -> FastAPI:
+    """The application around `gateway`, which runs from start-up to shut-down."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with gateway.running():
+            yield
+
+    app = FastAPI(title="Ratchet", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.gateway = gateway
+    for module in (chat, feedback, health, learning, models, policies, tiers, trajectories):
+        app.include_router(module.router)
+    app.add_exception_handler(errors.ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(SQLAlchemyError, _store_error)
+    app.add_exception_handler(Exception, _server_error)
+    app.add_middleware(RequestIds)
+    return app
+
+
+class RequestIds:
+    """``x-request-id`` on every response, the caller's own where it sent one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = sent[:128] or f"req_{uuid.uuid4().hex}".encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, errors.ApiError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """The framework's own refusals: unknown routes and methods."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    message = {404: f"There is no route {where}.", 405: f"The method of {where} is not allowed."}.get(
+        error.status_code, str(error.detail)
+    )
+    return error_response(errors.ApiError(error.status_code, message, code="unknown_route"))
+
+
+async def _validation_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    return error_response(errors.invalid(f"'{param}' is wrong: {first['msg']}.", param, "invalid_value"))
+
+
+async def _store_error(request: Request, error: Exception) -> Response:
+    log.error("%s %s: store: %s", request.method, request.url.path, error)
+    return error_response(errors.store_unavailable())
+
+
+async def _server_error(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(errors.ApiError(500, "The server failed; the log says why.", code="server_error"))

@@ -1,0 +1,33 @@
+"""Which replica answers. Pure functions of what the fleet looks like at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from server.tiers import AUTO, STANDARD, Replica
+
+
+def load(replica: Replica) -> int:
+    """Requests in flight."""
+    return replica.in_flight.total()
+
+
+def able(replicas: Sequence[Replica], policy_id: str) -> list[Replica]:
+    """Replicas in rotation that hold the policy verified."""
+    return [replica for replica in replicas if replica.ready and policy_id in replica.verified]
+
+
+def choose(replicas: Sequence[Replica], sticky: str | None) -> Replica | None:
+    """The replica that served the trajectory so far where it is able, else the least loaded."""
+    for replica in replicas:
+        if replica.id == sticky:
+            return replica
+    return min(replicas, key=load, default=None)
+
+
+def choose_tier(tier: str, replicas: Sequence[Replica]) -> str:
+    """`tier`, or for "auto" the tier of the least loaded able replica, standard on a tie."""
+    if tier != AUTO:
+        return tier
+    least = min(replicas, key=lambda replica: (load(replica), replica.tier != STANDARD), default=None)
+    return least.tier if least is not None else STANDARD

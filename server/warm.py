@@ -1,0 +1,56 @@
+"""Prompt prefixes that many requests share, to be run through a policy before it serves everyone.
+
+A policy's prefix cache is its own, so the first requests after a flip would all pay for the tools and the
+system message again. Counted over recent requests; bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+REMEMBERED = 256
+PRIORITY = 100
+"""Later than any caller: lower goes first."""
+
+
+@dataclass(slots=True)
+class _Prefix:
+    body: dict[str, Any]
+    uses: int = 0
+
+
+class Prefixes:
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, _Prefix] = OrderedDict()
+
+    def observe(
+        self, cache_salt: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> None:
+        """Count the part of this prompt that others are likely to begin with too."""
+        leading = messages[:1] if messages[0]["role"] == "system" else []
+        if not leading and not tools:
+            return
+        body: dict[str, Any] = {
+            "messages": [*leading, {"role": "user", "content": "."}],
+            "cache_salt": cache_salt,
+            "max_completion_tokens": 1,
+        }
+        if tools:
+            body["tools"] = tools
+        key = msgspec.json.encode(body)
+        prefix = self._known.setdefault(key, _Prefix(body))
+        prefix.uses += 1
+        self._known.move_to_end(key)
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+
+    def hottest(self, n: int) -> list[dict[str, Any]]:
+        """Chat bodies without a model, most used first; counts are halved so that old heat fades."""
+        hot = sorted(self._known.values(), key=lambda prefix: -prefix.uses)[:n]
+        for prefix in self._known.values():
+            prefix.uses //= 2
+        return [prefix.body for prefix in hot]
