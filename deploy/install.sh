@@ -77,7 +77,8 @@ choose_lock() {
     fi
 }
 
-pip_install() { .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --no-deps "$@"; }
+# -qq: errors only; a pip configured with several sources warns once a package for each that lacks it.
+pip_install() { .venv/bin/python -m pip install -qq --no-input --disable-pip-version-check --no-deps "$@"; }
 
 install_torch() {
     local torch
@@ -151,7 +152,7 @@ fi
 rm -f .venv/ratchet-stamps
 pip_install "pip==26.3" "$(grep '^setuptools==' "$lock")" "$(grep '^wheel==' "$lock")"
 install_torch
-say "the other packages of ${locks[*]} (about 2 GB unpacked)"
+say "the other packages of ${locks[*]} (about 4 GB unpacked, most of it torch, vLLM and LLVM)"
 plain=$(mktemp)
 trap 'rm -f "$plain"' EXIT
 grep -hvE '^(#|torch==|deepspeed==)' "${locks[@]}" >"$plain"
@@ -164,6 +165,6 @@ say "Ratchet itself, editable"
 pip_install --no-build-isolation --editable .
 remove_strangers "$lock" deploy/requirements/dev.txt
 say "checking that everything imports"
-smoke
+smoke 2>.venv/smoke.log || { cat .venv/smoke.log >&2; stop "an import failed, see above"; }
 { fingerprint "$lock"; [ -z "$dev" ] || echo "$stamp"; } >.venv/ratchet-stamps
 say "done: .venv is ready"

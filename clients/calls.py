@@ -1,0 +1,157 @@
+"""What `.rl` sends and gets back: one function a request, one record an answer.
+
+Pure: a function here returns a `Call`; the clients send it. Records keep fields they do not know, so that an
+older client can read a newer server.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+from urllib.parse import quote
+
+from openai import BaseModel
+
+T = TypeVar("T", bound=BaseModel)
+Source = Literal["user", "grader", "verifier"]
+
+
+class Outcome(BaseModel):
+    """A judgement of one completion or trajectory, as the server keeps it."""
+
+    id: str
+    completion_id: str | None = None
+    choice: int = 0
+    trajectory_id: str | None = None
+    metric: str
+    value: float | None = None
+    error: str | None = None
+    source: str
+    verifier: str | None = None
+    verifier_version: str | None = None
+    trusted: bool
+    """Whether the key that wrote it may write outcomes that train."""
+    supersedes: str | None = None
+
+
+class Trajectory(BaseModel):
+    """The ordered completions of one agent run, with their outcomes."""
+
+    id: str
+    task: str | None = None
+    completions: list[dict[str, Any]] = []
+    outcomes: list[Outcome] = []
+
+
+class Policy(BaseModel):
+    """One immutable set of weights and what became of it."""
+
+    id: str
+    state: str
+    reason: str | None = None
+    parent: str | None = None
+    manifest: dict[str, Any] | None = None
+    placements: list[dict[str, Any]] = []
+    history: list[dict[str, Any]] = []
+    evaluations: list[dict[str, Any]] = []
+
+
+class PolicyList(BaseModel):
+    data: list[Policy]
+
+
+class Tier(BaseModel):
+    """One way of running the served policy."""
+
+    id: str
+    ready: bool
+    policy: str | None = None
+
+
+class TierList(BaseModel):
+    data: list[Tier]
+    promoted: str | None = None
+    previous: str | None = None
+
+
+class Learning(BaseModel):
+    """Whether the learner may learn, and how far it is."""
+
+    enabled: bool
+    state: str | None = None
+    status: dict[str, Any] | None = None
+    """The learner's own account: seen, kept, judged, trained, and why not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request: path below the base URL, and the record that answers it."""
+
+    method: Literal["get", "post"]
+    path: str
+    answer: type[T]
+    body: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a caller says of a completion or trajectory: `value`, or `error` when the judge itself failed."""
+
+    completion_id: str | None = None
+    trajectory_id: str | None = None
+    choice: int = 0
+    value: float | bool | None = None
+    error: str | None = None
+    metric: str = "reward"
+    source: Source = "user"
+    verifier: str | None = None
+    verifier_version: str | None = None
+    supersedes: str | None = None
+    id: str | None = None
+    """Sending the same id and content again is harmless; chosen here when not given, so retries are."""
+
+
+def feedback(judgement: Judgement) -> Call[Outcome]:
+    named = {name: getattr(judgement, name) for name in Judgement.__dataclass_fields__}
+    body = {name: value for name, value in named.items() if value is not None}
+    body.setdefault("id", f"out_{uuid.uuid4().hex}")
+    return Call("post", "/rl/feedback", Outcome, body)
+
+
+def trajectory(trajectory_id: str, tokens: bool) -> Call[Trajectory]:
+    params = {"include": "tokens"} if tokens else {}
+    return Call("get", f"/rl/trajectories/{quote(trajectory_id, safe='')}", Trajectory, params=params)
+
+
+def policies() -> Call[PolicyList]:
+    return Call("get", "/rl/policies", PolicyList)
+
+
+def policy(policy_id: str) -> Call[Policy]:
+    return Call("get", f"/rl/policies/{quote(policy_id, safe='')}", Policy)
+
+
+def tiers() -> Call[TierList]:
+    return Call("get", "/rl/tiers", TierList)
+
+
+def promote(policy_id: str, expected: str | None) -> Call[TierList]:
+    return Call("post", "/rl/tiers/promote", TierList, _given(policy=policy_id, expected=expected))
+
+
+def rollback(expected: str | None, reason: str | None) -> Call[TierList]:
+    return Call("post", "/rl/tiers/rollback", TierList, _given(expected=expected, reason=reason))
+
+
+def learning() -> Call[Learning]:
+    return Call("get", "/rl/learning", Learning)
+
+
+def set_learning(enabled: bool) -> Call[Learning]:
+    return Call("post", "/rl/learning", Learning, {"enabled": enabled})
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
