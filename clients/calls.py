@@ -50,8 +50,7 @@ class Policy(BaseModel):
     id: str
     state: str
     reason: str | None = None
-    parent: str | None = None
-    manifest: dict[str, Any] | None = None
+    manifest: dict[str, Any]
     placements: list[dict[str, Any]] = []
     history: list[dict[str, Any]] = []
     evaluations: list[dict[str, Any]] = []
@@ -61,27 +60,31 @@ class PolicyList(BaseModel):
     data: list[Policy]
 
 
-class Tier(BaseModel):
-    """One way of running the served policy."""
+class Replica(BaseModel):
+    """One engine of a tier."""
 
     id: str
     ready: bool
-    policy: str | None = None
+    why_not: str | None = None
+    verified: list[str] = []
+    """Policies that it holds and that passed their fingerprint."""
+    in_flight: dict[str, int] = {}
 
 
-class TierList(BaseModel):
-    data: list[Tier]
+class Serving(BaseModel):
+    """What every tier serves now, and on which replicas."""
+
     promoted: str | None = None
     previous: str | None = None
+    tiers: dict[str, list[Replica]] = {}
 
 
 class Learning(BaseModel):
-    """Whether the learner may learn, and how far it is."""
+    """Whether the learner may learn, and its own account of what it did."""
 
     enabled: bool
-    state: str | None = None
     status: dict[str, Any] | None = None
-    """The learner's own account: seen, kept, judged, trained, and why not."""
+    """Counts of what was seen, kept, judged and trained, and why not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +136,16 @@ def policy(policy_id: str) -> Call[Policy]:
     return Call("get", f"/rl/policies/{quote(policy_id, safe='')}", Policy)
 
 
-def tiers() -> Call[TierList]:
-    return Call("get", "/rl/tiers", TierList)
+def tiers() -> Call[Serving]:
+    return Call("get", "/rl/tiers", Serving)
 
 
-def promote(policy_id: str, expected: str | None) -> Call[TierList]:
-    return Call("post", "/rl/tiers/promote", TierList, _given(policy=policy_id, expected=expected))
+def promote(policy_id: str, expected: str | None) -> Call[Serving]:
+    return Call("post", "/rl/tiers/promote", Serving, _given(policy=policy_id, expected=expected))
 
 
-def rollback(expected: str | None, reason: str | None) -> Call[TierList]:
-    return Call("post", "/rl/tiers/rollback", TierList, _given(expected=expected, reason=reason))
+def rollback(expected: str | None, reason: str | None) -> Call[Serving]:
+    return Call("post", "/rl/tiers/rollback", Serving, _given(expected=expected, reason=reason))
 
 
 def learning() -> Call[Learning]:

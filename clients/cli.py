@@ -88,7 +88,7 @@ def _client(deployment: Deployment) -> Ratchet:
 
 def _learn(client: Ratchet, args: argparse.Namespace) -> int:
     learning = client.rl.learning
-    state = learning.get() if args.action == "status" else learning.set(args.action == "on")
+    state = learning.retrieve() if args.action == "status" else learning.set(args.action == "on")
     console = Console(highlight=False)
     console.print(f"learning is {'on' if state.enabled else 'off'}")
     for name, value in (state.status or {}).items():
@@ -97,21 +97,26 @@ def _learn(client: Ratchet, args: argparse.Namespace) -> int:
 
 
 def _status(client: Ratchet, args: argparse.Namespace) -> int:
-    tiers = client.rl.tiers.list()
-    table = Table("tier", "ready", "policy")
-    for tier in tiers.data:
-        table.add_row(tier.id, "yes" if tier.ready else "no", tier.policy or "-")
+    serving = client.rl.tiers.retrieve()
+    table = Table("tier", "replica", "ready", "policies it holds", "in flight")
+    ready = True
+    for tier, replicas in serving.tiers.items():
+        ready = ready and any(replica.ready for replica in replicas)
+        for replica in replicas:
+            state = "yes" if replica.ready else f"no: {replica.why_not}"
+            in_flight = str(sum(replica.in_flight.values()))
+            table.add_row(tier, replica.id, state, ", ".join(replica.verified), in_flight)
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"promoted {tiers.promoted}, before it {tiers.previous}")
-    console.print(f"learning is {'on' if client.rl.learning.get().enabled else 'off'}")
-    return 0 if all(tier.ready for tier in tiers.data) else 1
+    console.print(f"serving {serving.promoted}; before it {serving.previous or 'none'}")
+    console.print(f"learning is {'on' if client.rl.learning.retrieve().enabled else 'off'}")
+    return 0 if ready else 1
 
 
 def _policies(client: Ratchet, args: argparse.Namespace) -> int:
     table = Table("policy", "state", "parent", "reason")
     for policy in client.rl.policies.list():
-        table.add_row(policy.id, policy.state, policy.parent or "-", policy.reason or "")
+        table.add_row(policy.id, policy.state, policy.manifest.get("parent") or "-", policy.reason or "")
     Console(highlight=False).print(table)
     return 0
 

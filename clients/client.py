@@ -15,7 +15,7 @@ from typing import TypedDict, TypeVar, Unpack
 from openai import AsyncOpenAI, BaseModel, OpenAI
 
 from clients import calls
-from clients.calls import Call, Judgement, Learning, Outcome, Policy, Source, TierList, Trajectory
+from clients.calls import Call, Judgement, Learning, Outcome, Policy, Serving, Source, Trajectory
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -103,14 +103,14 @@ class Tiers:
     def __init__(self, client: OpenAI) -> None:
         self._client = client
 
-    def list(self) -> TierList:
+    def retrieve(self) -> Serving:
         return send(self._client, calls.tiers())
 
-    def promote(self, policy: str, *, expected: str | None = None) -> TierList:
+    def promote(self, policy: str, *, expected: str | None = None) -> Serving:
         """Serve `policy` to everyone; fails with 412 when `expected` is given and not the promoted one."""
         return send(self._client, calls.promote(policy, expected))
 
-    def rollback(self, *, expected: str | None = None, reason: str | None = None) -> TierList:
+    def rollback(self, *, expected: str | None = None, reason: str | None = None) -> Serving:
         """Serve the policy before the promoted one again."""
         return send(self._client, calls.rollback(expected, reason))
 
@@ -119,7 +119,7 @@ class LearningSwitch:
     def __init__(self, client: OpenAI) -> None:
         self._client = client
 
-    def get(self) -> Learning:
+    def retrieve(self) -> Learning:
         return send(self._client, calls.learning())
 
     def set(self, enabled: bool) -> Learning:
@@ -165,14 +165,14 @@ class AsyncTiers:
     def __init__(self, client: AsyncOpenAI) -> None:
         self._client = client
 
-    async def list(self) -> TierList:
+    async def retrieve(self) -> Serving:
         return await send_async(self._client, calls.tiers())
 
-    async def promote(self, policy: str, *, expected: str | None = None) -> TierList:
+    async def promote(self, policy: str, *, expected: str | None = None) -> Serving:
         """Serve `policy` to everyone; fails with 412 when `expected` is given and not the promoted one."""
         return await send_async(self._client, calls.promote(policy, expected))
 
-    async def rollback(self, *, expected: str | None = None, reason: str | None = None) -> TierList:
+    async def rollback(self, *, expected: str | None = None, reason: str | None = None) -> Serving:
         """Serve the policy before the promoted one again."""
         return await send_async(self._client, calls.rollback(expected, reason))
 
@@ -181,7 +181,7 @@ class AsyncLearningSwitch:
     def __init__(self, client: AsyncOpenAI) -> None:
         self._client = client
 
-    async def get(self) -> Learning:
+    async def retrieve(self) -> Learning:
         return await send_async(self._client, calls.learning())
 
     async def set(self, enabled: bool) -> Learning:
