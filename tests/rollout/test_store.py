@@ -47,9 +47,13 @@ def test_processes_may_migrate_at_once(store_url: str) -> None:
 
 
 def test_a_write_that_raises_leaves_nothing(store: Store) -> None:
-    with pytest.raises(RuntimeError, match="half-way"), store.write() as tx:
-        tx.execute(tables.settings.insert().values(key="k", value=1, updated_at=0.0))
-        raise RuntimeError("half-way")
+    def write_and_raise() -> None:
+        with store.write() as tx:
+            tx.execute(tables.settings.insert().values(key="k", value=1, updated_at=0.0))
+            raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        write_and_raise()
     with store.read() as tx:
         assert tx.execute(tables.settings.select()).all() == []
 

@@ -73,9 +73,14 @@ def test_a_sample_is_used_once_a_job_and_with_its_checkpoint(store: Store) -> No
         learning.mark_used(tx, "another", 1, [("c1", 0)])
         learning.mark_used(tx, "job", 1, [])
     checkpoint = learning.Checkpoint(job="job", update=2, path="/x", cursor=9, state={"a": [1]})
-    with pytest.raises(learning.AlreadyUsed), store.write() as tx:
-        learning.set_checkpoint(tx, checkpoint)
-        learning.mark_used(tx, "job", 2, [("c2", 0), (key, 0)])
+
+    def update() -> None:
+        with store.write() as tx:
+            learning.set_checkpoint(tx, checkpoint)
+            learning.mark_used(tx, "job", 2, [("c2", 0), (key, 0)])
+
+    with pytest.raises(learning.AlreadyUsed):
+        update()
     with store.read() as tx:
         assert learning.get_checkpoint(tx, "job") is None
         wanted = [("c1", 0), ("c1", 2), ("c2", 0), (key, 0)]
