@@ -142,7 +142,8 @@ class PromptRenderer:
             if settings.get(name) is not None
         }
         eos = self._tokenizer.token_to_id(self._special["eos_token"])
-        self.stop_ids: set[int] = _stop_ids(model_dir) or {int(eos)}
+        assert eos is not None
+        self.stop_ids: set[int] = _stop_ids(model_dir) or {eos}
 
     def text(self, token_id: int) -> str:
         """A single token as text, special ones included."""

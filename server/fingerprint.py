@@ -9,16 +9,18 @@ the other known weights. The difference cancels what a tier does to every policy
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rollout.records import Fingerprint
 
-MARGIN = 0.5
-"""The measured difference must be nearer than this share of the distance to the next candidate."""
+CLEARLY = 0.8
+"""The nearest weights must be nearer than this share of the distance to the second nearest. A silent no-op
+measures a difference of 0; with rounding noise as large as the change itself the ratio is still 0.71."""
 SEPARATION = 1e-3
-"""Mean absolute difference in nats below which two sets of weights cannot be told apart."""
+"""Root mean square difference in nats below which two sets of weights cannot be told apart."""
 
 
 class Verdict(StrEnum):
@@ -62,31 +64,31 @@ def check(fingerprint: Fingerprint, measured: Measured, tolerance: float | None)
     reference = parent if measured.reference_is_parent else base
     if not policy:
         return Check(Verdict.CANNOT_TELL, "the fingerprint has no positions")
-    measured_difference = _minus(measured.policy, measured.reference)
+    seen = _minus(measured.policy, measured.reference)
     wanted = _minus(policy, reference)
-    distance = _mean(_minus(measured_difference, wanted))
-    name, other = min(
-        (
-            (name, _mean(_minus(wanted, _minus(weights, reference))))
-            for name, weights in (("its parent", parent), ("the base", base))
-        ),
-        key=lambda pair: pair[1],
-    )
-    if other < SEPARATION:
+    others = {"its parent": _minus(parent, reference), "the base": _minus(base, reference)}
+    apart = {name: _distance(wanted, other) for name, other in others.items()}
+    nearest = min(apart, key=lambda name: apart[name])
+    if apart[nearest] < SEPARATION:
         return Check(
             Verdict.CANNOT_TELL,
-            f"the policy differs from {name} by {other:.1e} nats only, too little to tell",
+            f"the policy is only {apart[nearest]:.1e} nats from {nearest}, too little to tell",
         )
-    if distance > MARGIN * other:
-        return Check(
-            Verdict.MISMATCH,
-            f"answers are {distance:.1e} nats from the policy, which is only {other:.1e} from {name}",
-        )
-    if tolerance is not None and (off := _mean(_minus(measured.policy, policy))) > tolerance:
-        return Check(
-            Verdict.MISMATCH, f"log-probs are off by {off:.1e} nats on average, {tolerance:.0e} is allowed"
-        )
-    return Check(Verdict.MATCH, f"{distance:.1e} nats from the policy, {other:.1e} between it and {name}")
+    off = _distance(seen, wanted)
+    name, other = min(
+        ((name, _distance(seen, other)) for name, other in others.items()), key=lambda pair: pair[1]
+    )
+    facts = f"answers are {off:.1e} nats from the policy and {other:.1e} from {name}"
+    if off >= CLEARLY * other:
+        return Check(Verdict.MISMATCH if other < off else Verdict.CANNOT_TELL, facts)
+    if tolerance is not None and (error := _mean(_minus(measured.policy, policy))) > tolerance:
+        return Check(Verdict.MISMATCH, f"log-probs are off by {error:.1e} nats, {tolerance:.0e} is allowed")
+    return Check(Verdict.MATCH, facts)
+
+
+def _distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Root mean square difference: rounding noise, which is independent, adds at a right angle."""
+    return math.sqrt(sum(d * d for d in _minus(a, b)) / len(a))
 
 
 def _minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
