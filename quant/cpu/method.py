@@ -1,0 +1,184 @@
+"""How vLLM's layers are quantized and computed under `cpu_int8`.
+
+Full-precision weights are loaded one layer at a time (vLLM's own way for quantization while loading), made
+int8 and dropped, so an engine never holds the whole model twice. Everything a product needs lies in the
+layer's parameters in the kernel's order; nothing is cached beside them, so a reload that writes new
+parameters is complete, and the quantized layers equal those of a fresh engine.
+
+Adapters work on top: vLLM's wrappers call `apply` on the base layer and add their own product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEQuantConfig
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+
+from quant.cpu import kernel
+from quant.cpu.kernel import ExpertWeights, LinearWeights
+
+
+def method_for(layer: Module, *, router: bool) -> Any:
+    """The method of one layer; None leaves it as vLLM has it."""
+    if isinstance(layer, RoutedExperts):
+        return Int8ExpertsMethod(layer.moe_config)
+    if isinstance(layer, LinearBase):
+        return UnquantizedLinearMethod() if router else Int8LinearMethod()
+    if isinstance(layer, ParallelLMHead):
+        return Int8HeadMethod()
+    return None
+
+
+class Int8LinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """A linear layer: `weight` int8 in the kernel's order, `weight_scale` per output channel."""
+
+    uses_meta_device = True
+
+    def __init__(self) -> None:
+        self._kernel = kernel.load()
+
+    def create_weights(
+        self,
+        layer: Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        weight = ModelWeightParameter(
+            data=torch.empty(shape, device="meta", dtype=params_dtype),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=extra_weight_attrs.pop("weight_loader"),
+        )
+        layer.register_parameter("weight", weight)
+        set_weight_attrs(weight, extra_weight_attrs)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        if layer.weight.dtype is torch.int8:
+            return
+        if getattr(layer, "_cpu_skip_gemm_dispatch", False):
+            raise NotImplementedError("cpu_int8 does not serve models with latent attention (MLA)")
+        made = LinearWeights.of(layer.weight.data)
+        replace_parameter(layer, "weight", made.weight)
+        replace_parameter(layer, "weight_scale", made.scale)
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._kernel.linear(x, LinearWeights(layer.weight, layer.weight_scale), bias)
+
+
+class Int8HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """The head. With weights of its own they become int8; tied ones stay the embedding's, beside a copy.
+
+    A reload does not visit a tied head: whoever reloads calls `process_weights_after_loading` on it once
+    the embedding is new, and the copy is made again.
+    """
+
+    def __init__(self) -> None:
+        self._kernel = kernel.load()
+
+    def process_weights_after_loading(self, layer: Module) -> None:
+        if layer.weight.dtype is torch.int8:
+            return
+        made = LinearWeights.of(layer.weight.data)
+        if getattr(layer, "tied", False):
+            _set(layer, "qweight", made.weight)
+        else:
+            replace_parameter(layer, "weight", made.weight)
+        _set(layer, "weight_scale", made.scale)
+
+    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight = layer.qweight if layer.tied else layer.weight
+        return self._kernel.linear(x, LinearWeights(weight, layer.weight_scale), bias)
+
+    def create_weights(self, layer: Module, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        layer.tied = False
+
+    def tie_weights(self, layer: Module, embed_tokens: Module) -> Module:
+        layer.tied = True
+        tied: Module = super().tie_weights(layer, embed_tokens)
+        return tied
+
+
+class Int8ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """All experts of a layer in one native call; SwiGLU experts without biases."""
+
+    uses_meta_device = True
+
+    def __init__(self, moe: Any) -> None:
+        super().__init__(moe)
+        if moe.has_bias or not moe.is_act_and_mul or moe.activation != MoEActivation.SILU:
+            raise NotImplementedError("cpu_int8 serves SwiGLU experts without biases only")
+        self._kernel = kernel.load()
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        inter = intermediate_size_per_partition
+        shapes = {
+            "w13_weight": (num_experts, 2 * inter, hidden_size),
+            "w2_weight": (num_experts, hidden_size, inter),
+        }
+        for name, shape in shapes.items():
+            weight = Parameter(torch.empty(shape, device="meta", dtype=params_dtype), requires_grad=False)
+            layer.register_parameter(name, weight)
+            set_weight_attrs(weight, extra_weight_attrs)
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        if layer.w13_weight.dtype is torch.int8:
+            return
+        if layer.apply_router_weight_on_input:
+            raise NotImplementedError("cpu_int8 does not serve experts whose inputs the router scales")
+        made = ExpertWeights.of(layer.w13_weight.data, layer.w2_weight.data)
+        replace_parameter(layer, "w13_weight", made.w13)
+        replace_parameter(layer, "w13_scale", made.s13)
+        replace_parameter(layer, "w2_weight", made.w2)
+        replace_parameter(layer, "w2_scale", made.s2)
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
+        return FUSED_MOE_UNQUANTIZED_CONFIG
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        if layer.expert_map is not None:
+            topk_ids = layer.expert_map[topk_ids.long()]
+        weights = ExpertWeights(layer.w13_weight, layer.w13_scale, layer.w2_weight, layer.w2_scale)
+        return self._kernel.experts(x, weights, topk_weights, topk_ids)
+
+
+def _set(layer: Module, name: str, value: Tensor) -> None:
+    """Register `value`, or copy it into the parameter that is there: a reload keeps its parameters."""
+    existing = getattr(layer, name, None)
+    if existing is None:
+        layer.register_parameter(name, Parameter(value, requires_grad=False))
+    else:
+        existing.data.copy_(value)
