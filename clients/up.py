@@ -105,6 +105,10 @@ def _run(deployment: Deployment, body: Callable[[Stack], int], empty: bool = Fal
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _raise_stopped)
     try:
+        if not deployment.processes:
+            raise UpError(
+                f"{deployment.config} names no [[up.process]]; start its processes where they belong"
+            )
         with _only_one(deployment.home):
             _check_port(deployment)
             _end_earlier(deployment.home, console)
@@ -251,7 +255,12 @@ def _end_earlier(home: Path, console: Console) -> None:
 
 
 def _empty(home: Path) -> None:
-    """Remove everything of `home` except the lock we hold."""
+    """Remove everything of `home` except the lock we hold. Only a home that a demonstration made."""
+    marker = home / "disposable"
+    if not marker.exists() and any(entry != (home / LOCK).parent for entry in home.iterdir()):
+        raise UpError(
+            f"{home} was not made by a demonstration; it is left as it is. Choose another home.path"
+        )
     for entry in home.iterdir():
         if entry.is_symlink() or entry.is_file():
             entry.unlink()
@@ -260,6 +269,7 @@ def _empty(home: Path) -> None:
     for entry in (home / LOCK).parent.iterdir():
         if entry != home / LOCK:
             entry.unlink()
+    marker.touch()
 
 
 def _check_port(deployment: Deployment) -> None:
@@ -286,11 +296,11 @@ def _health(host: str, port: int) -> tuple[bool, str]:
     finally:
         connection.close()
     waiting = [
-        f"{name} ({tier.get('replicas', 0)} replicas, {tier.get('policy') or 'no policy yet'})"
-        for name, tier in body.get("tiers", {}).items()
-        if not tier.get("ready")
+        f"{replica}: {why}"
+        for tier in body.get("tiers", {}).values()
+        for replica, why in tier.get("why_not", {}).items()
     ]
-    return response.status == 200, "waiting for tier " + ", ".join(waiting or [str(body.get("status"))])
+    return response.status == 200, "; ".join(waiting) or str(body.get("status"))
 
 
 @contextlib.contextmanager
