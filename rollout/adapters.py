@@ -72,17 +72,21 @@ def check_tensors(path: Path) -> dict[str, Tensor]:
         if not 0 < length <= min(MAX_HEADER, size - 8):
             raise PolicyInvalid(f"{path.name} is truncated or not safetensors: no whole header")
         try:
-            header = json.loads(file.read(length))
+            header = msgspec.convert(json.loads(file.read(length)), dict[str, Any])
             header.pop("__metadata__", None)
             tensors = msgspec.convert(header, dict[str, Tensor])
-        except (ValueError, AttributeError, msgspec.ValidationError) as error:
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
             raise PolicyInvalid(f"{path.name}: the header is not safetensors: {error}") from None
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         begin, stop = tensor.data_offsets
         if tensor.dtype not in DTYPE_BYTES:
             raise PolicyInvalid(f"{path.name}: {name} has unknown type {tensor.dtype}")
-        if begin != end or stop - begin != math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]:
+        if (
+            min(tensor.shape, default=0) < 0
+            or begin != end
+            or stop - begin != math.prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
+        ):
             raise PolicyInvalid(f"{path.name}: {name} does not fit its place in the file")
         end = stop
     if 8 + length + end != size:

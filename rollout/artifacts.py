@@ -114,6 +114,13 @@ def verify_policy(path: Path, base: str, allowed_modules: Iterable[str], max_ran
     tier can serve. Checks every file against its sha256, the tensors' headers against their files, and for an
     adapter that each tensor is one that an engine applies.
     """
+    try:
+        return _verify(path, base, frozenset(allowed_modules), max_rank)
+    except FileNotFoundError as error:  # somebody deletes it while we look
+        raise PolicyInvalid(f"{path.name}: {error.filename} is missing") from error
+
+
+def _verify(path: Path, base: str, allowed_modules: frozenset[str], max_rank: int) -> PolicyManifest:
     manifest = read_manifest(path)
     _check_files(path, manifest)
     fingerprint = read_fingerprint(path)
@@ -125,7 +132,7 @@ def verify_policy(path: Path, base: str, allowed_modules: Iterable[str], max_ran
     if manifest.kind is PolicyKind.ADAPTER:
         if manifest.base != base:
             raise PolicyInvalid(f"{path.name}: made for base {manifest.base}, the engines hold {base}")
-        check_adapter(path, manifest, frozenset(allowed_modules), max_rank)
+        check_adapter(path, manifest, allowed_modules, max_rank)
     else:
         weights = sorted(path.glob("*.safetensors"))
         if not weights or not (path / "config.json").exists():
