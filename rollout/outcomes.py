@@ -98,7 +98,7 @@ def effective(outcomes: Sequence[Outcome], metric: str = "reward") -> Outcome | 
     what does not outrank it, so a user cannot strike out a verifier. A superseding error strikes out too.
     Raises ValueError when `outcomes` are of several subjects (completion and choice, or trajectory).
     """
-    if len({(o.project_id, o.completion_id, o.choice, o.trajectory_id) for o in outcomes}) > 1:
+    if len({_subject(outcome) for outcome in outcomes}) > 1:
         raise ValueError("effective() judges one subject; these outcomes are of several")
     trusted = [o for o in outcomes if o.trusted and o.metric == metric]
     by_id = {o.id: o for o in trusted}
@@ -125,6 +125,11 @@ def judged(tx: Connection, after_seq: int, limit: int) -> list[tuple[int, Outcom
     c = tables.outcomes.c
     rows = tx.execute(select(tables.outcomes).where(c.seq > after_seq).order_by(c.seq).limit(limit))
     return [(row.seq, _outcome(row)) for row in rows]
+
+
+def _subject(outcome: Outcome) -> tuple[str, str | None, int, str | None]:
+    choice = 0 if outcome.completion_id is None else outcome.choice  # a trajectory has no choices
+    return outcome.project_id, outcome.completion_id, choice, outcome.trajectory_id
 
 
 def _check(outcome: Outcome) -> None:

@@ -119,6 +119,7 @@ VERIFIER, GRADER, USER = Source.VERIFIER, Source.GRADER, Source.USER
         # A judge that takes its value back leaves the next source.
         ([outcome("u", source=USER), outcome("a"), outcome("b", error="wrong", supersedes="a")], "u"),
         ([outcome("a", supersedes="unknown")], "a"),
+        ([outcome("a", trajectory_id="t"), outcome("b", trajectory_id="t", choice=3)], "b"),
         ([outcome("a"), outcome("b", supersedes="a"), outcome("c", supersedes="b")], "c"),
     ],
 )

@@ -32,9 +32,9 @@ url, name = sys.argv[1:]
 store = Store.open(url)
 n = 0
 while True:
-    trajectory, choices = f"{name}-{n}", [choice(0, list(range(500)))]
+    whole, choices = f"{name}-{n}", [choice(0, list(range(500)))]
     group = [
-        (completion(f"{trajectory}-{i}", trajectory_id=trajectory, turn=i, choices=choices), [f"{trajectory}-{i}"])
+        (completion(f"{whole}-{i}", trajectory_id=whole, turn=i, choices=choices), [f"{whole}-{i}"])
         for i in range(GROUP)
     ]
     with store.write() as tx:
