@@ -11,7 +11,7 @@ import sys
 COMMANDS = {
     "build": "learner.build",
     "sft": "learner.sft",
-    "run": "learner.loop",
+    "run": "learner.switch",
 }
 
 

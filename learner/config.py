@@ -25,7 +25,7 @@ class LearnerConfig(Section):
     """ZeRO stage; above 0 it pays only with several processes."""
     dtype: str = "float32"
     """Type of the frozen weights. Adapter weights and the optimizer are always float32."""
-    experts_implementation: str | None = "grouped_mm"
+    experts_implementation: str | None = "eager"
     """transformers' way of computing experts; None leaves its choice."""
 
     rank: int = Field(default=16, ge=1)
@@ -38,7 +38,7 @@ class LearnerConfig(Section):
     """Updates between two candidate policies."""
     learning_rate: float = 3e-4
     max_grad_norm: float = 1.0
-    tokens_per_micro_batch: int = Field(default=2048, ge=1)
+    tokens_per_micro_batch: int = Field(default=1024, ge=1)
     """Positions computed at once, padding included; bounds memory."""
     max_sample_tokens: int = Field(default=2048, ge=2)
     """A longer trajectory is dropped and counted."""
