@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import openai
+
 from clients.client import AsyncRatchet
 from rollout import config
 from rollout.seed import KEY_FILE
@@ -17,6 +19,11 @@ def base_url(document: dict[str, Any]) -> str:
     table = document.get("gateway", {})
     host, port = table.get("host", "127.0.0.1"), table.get("port", 8000)
     return f"http://{'127.0.0.1' if host in EVERYWHERE else host}:{port}/v1"
+
+
+def beside_api(client: openai.AsyncOpenAI, path: str) -> str:
+    """URL of a route of the gateway that is not below ``/v1``."""
+    return str(client.base_url).rstrip("/").removesuffix("/v1") + path
 
 
 def client(document: dict[str, Any], *, retries: int) -> AsyncRatchet:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
+import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.responses import JSONResponse, StreamingResponse
 
@@ -21,6 +23,8 @@ from clients.client import AsyncRatchet
 from rollout import policies
 from rollout.store import Store
 from rollout.tasks import demonstration, from_id
+
+METRICS = "ratchet_serving_epoch 1.0\n"
 
 
 def hardness(task_id: str) -> float:
@@ -39,6 +43,9 @@ class Service:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    flips: list[dict[str, Any]] = field(default_factory=list)
+    learning_on: bool = False
+    learner: dict[str, Any] = field(default_factory=dict)
     asked: Counter[str] = field(default_factory=Counter)
     """Chat requests by policy."""
 
@@ -56,6 +63,11 @@ class Service:
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"])
         app.add_api_route("/v1/rl/feedback", self.feedback, methods=["POST"])
         app.add_api_route("/v1/rl/tiers/promote", self.promote, methods=["POST"])
+        app.add_api_route("/v1/rl/tiers", self.tiers, methods=["GET"])
+        app.add_api_route("/v1/rl/policies", self.list_policies, methods=["GET"])
+        app.add_api_route("/v1/rl/learning", self.learning, methods=["GET", "POST"])
+        app.add_api_route("/healthz", lambda: {"status": "ok"}, methods=["GET"])
+        app.add_api_route("/metrics", lambda: Response(METRICS), methods=["GET"])
         return app
 
     async def chat(self, request: Request) -> Response:
@@ -69,11 +81,12 @@ class Service:
         policy = pinned or self.promoted
         self.asked[policy] += 1
         message = self._say(policy, body)
+        tier = "fast" if body.get("service_tier") == "fast" else "standard"
         frame = {
             "id": f"chatcmpl-{len(self.bodies)}",
             "model": f"ratchet@{policy}",
             "created": 0,
-            "system_fingerprint": f"{policy}-standard",
+            "system_fingerprint": f"{policy}-{tier}",
         }
         if body.get("stream"):
             return StreamingResponse(_events(frame, message), media_type="text/event-stream")
@@ -97,9 +110,35 @@ class Service:
         except policies.PolicyConflict as conflict:
             return _refusal(412, str(conflict))
         self.promoted = body["policy"]
+        now = time.time()
+        loaded = {"standard-0": {"load_started_at": now - 0.5, "placed_ms": 100.0, "load_ms": 20.0}}
+        flip = {"kind": "promote", "policy": self.promoted, "warm_started_at": now, "flipped_at": now}
+        self.flips.append({**flip, "replicas": loaded})
         return JSONResponse({"promoted": self.promoted})
 
+    async def tiers(self) -> Response:
+        return JSONResponse({"promoted": self.promoted, "flips": self.flips})
+
+    async def list_policies(self) -> Response:
+        assert self.store is not None
+        with self.store.read() as tx:
+            data = [
+                {
+                    **msgspec.to_builtins(policy),
+                    "history": msgspec.to_builtins(policies.history(tx, policy.id)),
+                }
+                for policy in policies.list_policies(tx)
+            ]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def learning(self, request: Request) -> Response:
+        if request.method == "POST":
+            self.learning_on = (await request.json())["enabled"]
+        return JSONResponse({"enabled": self.learning_on, "status": self.learner})
+
     def _say(self, policy: str, body: dict[str, Any]) -> dict[str, Any]:
+        if "metadata" not in body:
+            return {"role": "assistant", "content": "Hello."}
         task = from_id(body["metadata"]["task"])
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         if hardness(task.id) >= self.skills[policy]:
