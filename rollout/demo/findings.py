@@ -15,6 +15,8 @@ class Findings:
     started_at: float
     first_answer_s: float = 0.0
     learning_since: float = 0.0
+    consumed_before: int = 0
+    """Samples that the learner had used up when learning began."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of each phase."""
     baseline: str = ""

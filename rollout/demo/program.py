@@ -53,10 +53,10 @@ class DemoConfig(config.Section):
     """Policies to promote under traffic."""
     streams: int = 24
     """Episodes in flight."""
-    slow_streams: int = 6
+    slow_streams: int = 4
     """Episodes in flight while the gate evaluates, or while the learner has enough samples."""
     backlog: int = 64
-    """Outcomes not yet seen by the learner that are enough."""
+    """Outcomes that the learner has neither trained on nor dropped: with two batches it has enough."""
     fast_share: float = 0.3
     """Share of the traffic that asks for the fast tier."""
     streamed_share: float = 0.5
@@ -197,6 +197,7 @@ class Demo:
 
     async def _learn(self, traffic: Traffic, progress: Progress) -> None:
         self.findings.learning_since = time.time()
+        self.findings.consumed_before = self.view.consumed
         await self.client.rl.learning.set(True)
         begun = time.monotonic()
         while not self._enough((time.monotonic() - begun) / 60):
@@ -217,7 +218,7 @@ class Demo:
         """How many episodes to keep in flight, and why."""
         if gated := self.view.in_state(PolicyState.GATE, PolicyState.CANARY):
             return self.config.slow_streams, f"slow while {gated[0]} is evaluated"
-        waiting = self.log.reported - int(self.view.learner.get("seen", 0))
+        waiting = self.log.reported - (self.view.consumed - self.findings.consumed_before)
         if waiting >= self.config.backlog:
             return self.config.slow_streams, f"slow, {waiting} outcomes wait for the learner"
         return self.config.streams, f"{self.config.streams} at a time"

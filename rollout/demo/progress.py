@@ -68,7 +68,7 @@ class Progress:
             "failed": str(len(self.log.failures)),
             "success": success,
             "serving": ", ".join([self.view.promoted or "-", *coming]),
-            "learner": f"{learner.get('state', 'off')} (trained {learner.get('trained', 0)})",
+            "learner": f"{learner.get('state', 'off')} (trained on {learner.get('trained', 0)})",
         }
 
     def _clock(self) -> str:

@@ -32,6 +32,12 @@ class View:
     errors: list[str] = field(default_factory=list)
 
     @property
+    def consumed(self) -> int:
+        """Samples that the learner has trained on or dropped, by its own account."""
+        dropped: dict[str, int] = self.learner.get("why_not", {})
+        return int(self.learner.get("trained", 0)) + sum(dropped.values())
+
+    @property
     def promoted(self) -> str | None:
         name: str | None = self.tiers.get("promoted")
         return name
