@@ -86,7 +86,8 @@ class Judge:
         promoted = [await self._promote(policy) for policy in waiting]
         for policy in left:
             self._reject_if_hopeless(policy.id)
-        if not left and chosen is not None:
+        # What passed is promoted first: the next candidate has to beat it, not the one before it.
+        if not left and not waiting and chosen is not None:
             self._enqueue(chosen, older)
         job = self._lease()
         if job is not None:
