@@ -41,7 +41,7 @@ _ALL = (
         name="bfloat16",
         device="any",
         engine_args=("--dtype", "bfloat16"),
-        description="half the memory; full precision on a GPU, emulated and slow on a CPU without AVX512-BF16",
+        description="half the memory; usual on a GPU, emulated and slow on a CPU without AVX512-BF16",
         measured=False,
     ),
     Recipe(

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from quant.cpu.plugin import NAME
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Last part of the names of layers that choose or weigh experts: tiny, and an error there moves whole tokens."""
+"""Last part of the names of layers that choose or weigh experts: tiny, and an error there moves much."""
 
 
 class CpuInt8Config(QuantizationConfig):  # type: ignore[misc]

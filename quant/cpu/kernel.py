@@ -126,7 +126,9 @@ class Int8Kernel:
         ids = topk_ids.to(torch.int32).contiguous()
         scores = topk_weights.to(torch.float32).contiguous()
         if ids.shape != scores.shape or ids.shape[0] != rows.shape[0]:
-            raise ValueError(f"ids {list(ids.shape)} and weights {list(scores.shape)} do not fit {list(x.shape)}")
+            raise ValueError(
+                f"ids {list(ids.shape)} and weights {list(scores.shape)} do not fit {list(x.shape)}"
+            )
         layer = _ExpertsStruct(
             weights.w13.data_ptr(),
             weights.s13.data_ptr(),

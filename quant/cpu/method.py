@@ -68,7 +68,7 @@ class Int8LinearMethod(LinearMethodBase):  # type: ignore[misc]
         set_weight_attrs(weight, extra_weight_attrs)
         initialize_online_processing(layer)
 
-    def process_weights_after_loading(self, layer: Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if layer.weight.dtype is torch.int8:
             return
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
@@ -77,7 +77,7 @@ class Int8LinearMethod(LinearMethodBase):  # type: ignore[misc]
         replace_parameter(layer, "weight", made.weight)
         replace_parameter(layer, "weight_scale", made.scale)
 
-    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._kernel.linear(x, LinearWeights(layer.weight, layer.weight_scale), bias)
 
 
@@ -91,7 +91,7 @@ class Int8HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
     def __init__(self) -> None:
         self._kernel = kernel.load()
 
-    def process_weights_after_loading(self, layer: Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if layer.weight.dtype is torch.int8:
             return
         made = LinearWeights.of(layer.weight.data)
@@ -101,15 +101,15 @@ class Int8HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
             replace_parameter(layer, "weight", made.weight)
         _set(layer, "weight_scale", made.scale)
 
-    def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight = layer.qweight if layer.tied else layer.weight
         return self._kernel.linear(x, LinearWeights(weight, layer.weight_scale), bias)
 
-    def create_weights(self, layer: Module, *args: Any, **kwargs: Any) -> None:
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
         layer.tied = False
 
-    def tie_weights(self, layer: Module, embed_tokens: Module) -> Module:
+    def tie_weights(self, layer: Any, embed_tokens: Module) -> Module:
         layer.tied = True
         tied: Module = super().tie_weights(layer, embed_tokens)
         return tied

@@ -46,9 +46,10 @@ def pack(q: Tensor) -> Tensor:
 
 
 def pack_gate_up(q: Tensor) -> Tensor:
-    """Int8 [E, 2 I, K], gate rows then up rows, to [E, I/16, 2, K/2, 16, 2]: a panel is 16 gates and their ups.
+    """Int8 [E, 2 I, K], gate rows then up rows, to [E, I/16, 2, K/2, 16, 2].
 
-    I is padded with zeros to a multiple of 16: ``silu(0) * 0`` adds nothing.
+    A panel is 16 gates and their ups. I is padded with zeros to a multiple of 16, which adds
+    ``silu(0) * 0``.
     """
     experts, double, k = q.shape
     inter = double // 2

@@ -1,0 +1,202 @@
+"""What every bench needs: engines started as a deployment starts them, an adapter policy, load, and a report.
+
+Engines run in a home of their own under a temporary folder, so a bench never meets a deployment that is up,
+and end with the bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rollout.config import EngineConfig, ModelConfig, arguments, read, section
+from server.engine.client import Engine
+from tests.fixtures.engines import RunningEngine
+
+START_SECONDS = 600.0
+SUBJECTS = ("rivers", "sorting", "the moon", "a shop", "music", "chess", "bread", "Rome", "ants", "elections")
+OPENINGS = ("Explain", "Write a story about", "List facts about", "Write Python code for", "Give advice on")
+
+
+class BenchError(Exception):
+    """The bench cannot run; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is measured: a deployment's configuration and the model folder it names."""
+
+    config: Path
+    overrides: list[str]
+    model: Path
+    engine: EngineConfig
+    warm_start: Path | None
+
+
+def say(text: str) -> None:
+    """Progress, on standard error: standard output ends with the JSON line."""
+    print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """``--config``, ``--set`` and ``--model``."""
+    made = arguments(description)
+    made.add_argument(
+        "--model", type=Path, help="model folder; default: the configuration's, built when missing"
+    )
+    return made
+
+
+def setting(args: argparse.Namespace) -> Setting:
+    """Read the configuration and make sure that the model is there. Raises BenchError."""
+    document = read(args.config, args.overrides)
+    model = section(document, "model", ModelConfig)
+    path = args.model or Path(model.path)
+    if not (path / "config.json").exists():
+        if args.model is not None or model.build is None:
+            raise BenchError(f"{path}: no model there")
+        say(f"building {path}")
+        command = [sys.executable, "-m", "learner", "build", "--config", str(args.config)]
+        subprocess.run([*command, *(f"--set={text}" for text in args.overrides)], check=True)
+    warm = Path(model.warm_start) if model.warm_start else None
+    return Setting(
+        config=args.config,
+        overrides=args.overrides,
+        model=path.resolve(),
+        engine=section(document, "engine", EngineConfig),
+        warm_start=warm.resolve() if warm and (warm / "adapter_config.json").exists() else None,
+    )
+
+
+@contextmanager
+def engines(chosen: Setting, replicas: Sequence[str]) -> Iterator[dict[str, RunningEngine]]:
+    """Running engines by replica id, all healthy; ended with their processes at the end."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        home = Path(scratch)
+        running = {replica: _start(chosen, home, replica) for replica in replicas}
+        try:
+            for engine in running.values():
+                _wait_ready(engine)
+            yield running
+        finally:
+            for engine in running.values():
+                engine.supervisor.terminate()
+            for engine in running.values():
+                engine.supervisor.wait(60)
+
+
+def _start(chosen: Setting, home: Path, replica: str) -> RunningEngine:
+    argv = [sys.executable, "-m", "server.engine", "--config", str(chosen.config), "--replica", replica]
+    argv += [f"--set={text}" for text in chosen.overrides]
+    argv += [f'--set=model.path="{chosen.model}"']
+    say(f"starting {replica}")
+    process = subprocess.Popen(argv, env=os.environ | {"RATCHET_HOME": str(home)})
+    return RunningEngine(chosen.config, home, replica, process)
+
+
+def _wait_ready(engine: RunningEngine) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not engine.ready():
+        if engine.supervisor.poll() is not None or time.monotonic() > deadline:
+            log = engine.log.read_text(errors="replace")[-4000:] if engine.log.exists() else "(no log)"
+            raise BenchError(f"{engine.replica} did not start:\n{log}")
+        time.sleep(0.2)
+
+
+@contextmanager
+def adapter(chosen: Setting) -> Iterator[Path]:
+    """Folder of an adapter of the model: the deployment's warm start, else a random one."""
+    if chosen.warm_start is not None:
+        yield chosen.warm_start
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-adapter-") as scratch:
+        say("no warm start: measuring with a random adapter")
+        write_random_adapter(Path(scratch), chosen.model, chosen.engine)
+        yield Path(scratch)
+
+
+def write_random_adapter(folder: Path, model: Path, engine: EngineConfig) -> None:
+    """A LoRA in PEFT's format on `engine.target_modules`, as strong as an early policy's."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    hidden = config["hidden_size"]
+    size = config.get("head_dim") or hidden // heads
+    shapes = {
+        "q_proj": (hidden, heads * size),
+        "k_proj": (hidden, kv_heads * size),
+        "v_proj": (hidden, kv_heads * size),
+        "o_proj": (heads * size, hidden),
+    }
+    unknown = set(engine.target_modules) - set(shapes)
+    if unknown:
+        raise BenchError(f"no shapes known for {sorted(unknown)}: name a warm start in the configuration")
+    generator = torch.Generator().manual_seed(1)
+    rank, tensors = engine.max_lora_rank, {}
+    for layer in range(config["num_hidden_layers"]):
+        for name in engine.target_modules:
+            inputs, outputs = shapes[name]
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.005
+    save_file(tensors, folder / "adapter_model.safetensors")
+    peft = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model), "r": rank}
+    peft |= {"lora_alpha": rank, "target_modules": engine.target_modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(peft))
+
+
+def prompts(count: int, seed: int) -> list[list[dict[str, Any]]]:
+    """`count` short conversations, different from each other."""
+    chooser = random.Random(seed)
+    return [
+        [
+            {
+                "role": "user",
+                "content": f"{chooser.choice(OPENINGS)} {chooser.choice(SUBJECTS)} ({seed}.{number}).",
+            }
+        ]
+        for number in range(count)
+    ]
+
+
+async def tokens_per_second(engine: Engine, model: str, requests: int, tokens: int, seed: int) -> float:
+    """Generated tokens a second with `requests` at once, each of exactly `tokens`, at temperature 1."""
+
+    async def one(messages: list[dict[str, Any]]) -> int:
+        body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 1.0}
+        answer = await engine.chat(body | {"ignore_eos": True})
+        return sum(len(choice.token_ids) for choice in answer.choices)
+
+    started = time.monotonic()
+    made = await asyncio.gather(*(one(messages) for messages in prompts(requests, seed)))
+    return sum(made) / (time.monotonic() - started)
+
+
+def report(
+    title: str, rows: Sequence[Sequence[str]], header: Sequence[str], result: Mapping[str, Any]
+) -> None:
+    """The table, then the last line: `result` as one JSON object."""
+    table = Table(title=title)
+    for name in header:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=110).print(table)
+    print(json.dumps(result), flush=True)
