@@ -158,9 +158,9 @@ trap 'rm -f "$plain"' EXIT
 grep -hvE '^(#|torch==|deepspeed==)' "${locks[@]}" >"$plain"
 pip_install --only-binary :all: -r "$plain"
 say "DeepSpeed, from source without building its kernels (they compile at first use)"
-accelerator=cpu
-[ "$variant" != gpu ] || accelerator=cuda
-DS_ACCELERATOR=$accelerator DS_BUILD_OPS=0 pip_install --no-build-isolation "$(grep '^deepspeed==' "$lock")"
+export DS_ACCELERATOR=cpu
+[ "$variant" != gpu ] || DS_ACCELERATOR=cuda
+DS_BUILD_OPS=0 pip_install --no-build-isolation "$(grep '^deepspeed==' "$lock")"
 say "Ratchet itself, editable"
 pip_install --no-build-isolation --editable .
 remove_strangers "$lock" deploy/requirements/dev.txt
