@@ -31,7 +31,7 @@ find_python() {
             return
         fi
     done
-    stop "Python 3.11 or 3.12 is needed and ${PYTHON:-neither python3, python3.11 nor python3.12} is one." \
+    stop "Python 3.11 or 3.12 is needed; tried: ${PYTHON:-python3, python3.11, python3.12}." \
         "Install one (Debian, Ubuntu: apt-get install python3.11 python3.11-venv python3.11-dev) and run" \
         "PYTHON=/path/to/python3.11 bash deploy/install.sh"
 }
