@@ -31,6 +31,7 @@ constexpr int kPanel = 32;          // output channels of a panel
 constexpr int kBlock = 16;          // output channels of a block
 constexpr int kLevels = 8191;       // largest quantized activation
 constexpr int64_t kChunk = 1024;    // pairs of k that int32 accumulators can hold
+constexpr int64_t kFew = 16;        // rows up to which a thread would wait longer for the others than it works
 
 using TileFn = void (*)(const int32_t* x, const int8_t* w0, const int8_t* w1, int64_t pairs, int32_t* acc);
 
@@ -250,19 +251,27 @@ void ratchet_int8_linear(int isa, const float* x, int64_t m, int64_t k, const in
   const int64_t pairs = (k + 1) / 2, panels = panels_of(n), count = (m + kRows - 1) / kRows;
   std::vector<int32_t> packed(m * pairs);
   std::vector<float> row_scales(m);
+  const auto tile_at = [&](int64_t t) {
+    return Tile{t * kRows, static_cast<int>(std::min<int64_t>(kRows, m - t * kRows)), 0};
+  };
+  const auto pack = [&](int64_t t) {
+    const Tile tile = tile_at(t);
+    pack_tile(tile, k, [&](int64_t i) { return x + i * k; }, &packed[tile.first * pairs], row_scales.data());
+  };
+  if (m <= kFew)
+    for (int64_t t = 0; t < count; ++t) pack(t);
 #pragma omp parallel
   {
+    if (m > kFew) {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < count; ++t) {
-      const Tile tile{t * kRows, static_cast<int>(std::min<int64_t>(kRows, m - t * kRows)), 0};
-      pack_tile(tile, k, [&](int64_t i) { return x + i * k; }, &packed[tile.first * pairs], row_scales.data());
+      for (int64_t t = 0; t < count; ++t) pack(t);
     }
 #pragma omp for schedule(dynamic, 2)
     for (int64_t j = 0; j < panels; ++j) {
       alignas(64) float sums[kRows * kPanel];
       const int width = static_cast<int>(std::min<int64_t>(kPanel, n - j * kPanel));
       for (int64_t t = 0; t < count; ++t) {
-        const Tile tile{t * kRows, static_cast<int>(std::min<int64_t>(kRows, m - t * kRows)), 0};
+        const Tile tile = tile_at(t);
         panel_product(tiles, tile, &packed[tile.first * pairs], w + j * pairs * 2 * kPanel, pairs, sums);
         for (int r = 0; r < tile.rows; ++r) {
           float* out = y + (tile.first + r) * n + j * kPanel;
@@ -315,14 +324,32 @@ int ratchet_int8_experts(int isa, const Experts* e, const float* x, int64_t toke
   }
 
   const int64_t rows = static_cast<int64_t>(source.size()), count = static_cast<int64_t>(work.size());
-  std::vector<int32_t> packed1(rows * pairs1), packed2(rows * pairs2);
-  std::vector<float> scales1(rows), scales2(rows), h(rows * inter), y(rows * hidden);
+  const bool few = rows <= kFew;
+  std::vector<int32_t> packed1(rows * pairs1), packed2(few ? 0 : rows * pairs2);
+  std::vector<float> scales1(rows), scales2(few ? 0 : rows), h(rows * inter), y(rows * hidden);
+  const auto pack1 = [&](int64_t t) {
+    pack_tile(work[t], hidden, [&](int64_t row) { return x + source[row] / top_k * hidden; },
+              &packed1[work[t].first * pairs1], scales1.data());
+  };
+  const auto pack2 = [&](int64_t t, int32_t* packed, float* scales) {
+    pack_tile(work[t], inter, [&](int64_t row) { return &h[row * inter]; },
+              packed + work[t].first * pairs2, scales);
+  };
+  const auto combine = [&](int64_t t) {
+    std::fill(out + t * hidden, out + (t + 1) * hidden, 0.0f);
+    for (int64_t c = 0; c < top_k; ++c) {
+      const int64_t row = place[t * top_k + c];
+      if (row >= 0) add_scaled(&y[row * hidden], weights[t * top_k + c], hidden, out + t * hidden);
+    }
+  };
+  if (few)
+    for (int64_t t = 0; t < count; ++t) pack1(t);
 #pragma omp parallel
   {
+    if (!few) {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < count; ++t)
-      pack_tile(work[t], hidden, [&](int64_t row) { return x + source[row] / top_k * hidden; },
-                &packed1[work[t].first * pairs1], scales1.data());
+      for (int64_t t = 0; t < count; ++t) pack1(t);
+    }
 
 #pragma omp for schedule(dynamic, 2)
     for (int64_t task = 0; task < static_cast<int64_t>(groups.size()) * blocks; ++task) {
@@ -342,10 +369,17 @@ int ratchet_int8_experts(int isa, const Experts* e, const float* x, int64_t toke
       }
     }
 
+    // With few rows every thread quantizes all of them for itself, which costs less than another barrier.
+    std::vector<int32_t> own_packed(few ? rows * pairs2 : 0);
+    std::vector<float> own_scales(few ? rows : 0);
+    const int32_t* h_packed = few ? own_packed.data() : packed2.data();
+    const float* h_scales = few ? own_scales.data() : scales2.data();
+    if (few) {
+      for (int64_t t = 0; t < count; ++t) pack2(t, own_packed.data(), own_scales.data());
+    } else {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < count; ++t)
-      pack_tile(work[t], inter, [&](int64_t row) { return &h[row * inter]; },
-                &packed2[work[t].first * pairs2], scales2.data());
+      for (int64_t t = 0; t < count; ++t) pack2(t, packed2.data(), scales2.data());
+    }
 
 #pragma omp for schedule(dynamic, 2)
     for (int64_t task = 0; task < static_cast<int64_t>(groups.size()) * panels; ++task) {
@@ -355,24 +389,22 @@ int ratchet_int8_experts(int isa, const Experts* e, const float* x, int64_t toke
       const int width = static_cast<int>(std::min<int64_t>(kPanel, hidden - j * kPanel));
       alignas(64) float sums[kRows * kPanel];
       for (int64_t t = group.first; t < group.last; ++t) {
-        panel_product(tiles, work[t], &packed2[work[t].first * pairs2], panel, pairs2, sums);
+        panel_product(tiles, work[t], h_packed + work[t].first * pairs2, panel, pairs2, sums);
         for (int r = 0; r < work[t].rows; ++r) {
           const int64_t row = work[t].first + r;
-          scale_row(sums + r * kPanel, e->s2 + group.expert * hidden + j * kPanel, scales2[row], width,
+          scale_row(sums + r * kPanel, e->s2 + group.expert * hidden + j * kPanel, h_scales[row], width,
                     &y[row * hidden + j * kPanel]);
         }
       }
     }
 
+    if (!few) {
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens; ++t) {
-      std::fill(out + t * hidden, out + (t + 1) * hidden, 0.0f);
-      for (int64_t c = 0; c < top_k; ++c) {
-        const int64_t row = place[t * top_k + c];
-        if (row >= 0) add_scaled(&y[row * hidden], weights[t * top_k + c], hidden, out + t * hidden);
-      }
+      for (int64_t t = 0; t < tokens; ++t) combine(t);
     }
   }
+  if (few)
+    for (int64_t t = 0; t < tokens; ++t) combine(t);
   return 0;
 }
 
