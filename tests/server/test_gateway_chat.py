@@ -183,7 +183,9 @@ def test_many_at_once(deployment: Deployment) -> None:
             store=True,
             stream=True,
         )
-        return [chunk.id async for chunk in stream][0]
+        ids = {chunk.id async for chunk in stream}
+        assert len(ids) == 1
+        return ids.pop()
 
     async def all_of_them() -> list[str]:
         async with deployment.async_client() as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_three_turns_with_tools_are_one_sequence(deployment: Deployment, named: 
     assert [turn["turn"] for turn in turns] == [0, 1, 2]
     assert [turn["joint"] for turn in turns] == ["start", "joined", "joined"]
     assert found["breaks"] == 0
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         sequence = before["prompt_token_ids"] + before["choices"][0]["token_ids"]
         assert after["prompt_token_ids"][: len(sequence)] == sequence
         assert len(after["prompt_token_ids"]) > len(sequence)

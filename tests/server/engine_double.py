@@ -1,0 +1,144 @@
+"""A small real HTTP server on a Unix socket that speaks vLLM's protocol, for faults no real engine gives.
+
+A request's last message says what happens: ``fault:NAME`` picks a script of `FAULTS`, anything else is
+answered with three tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tests.fixtures.engines import eventually
+
+PROMPT_IDS = [1, 2, 3]
+SAMPLED = [(11, "one "), (12, "two "), (2, "three")]
+
+
+class EngineDouble:
+    """What it was asked is in `bodies`; `slow` requests wait for ever."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.cancelled = 0
+        self.app = Starlette(
+            routes=[
+                Route("/health", lambda _: Response()),
+                Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "base"}]})),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            ]
+        )
+
+    async def chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        _, _, fault = str(body["messages"][-1]["content"]).partition("fault:")
+        if fault == "refused":
+            error = {
+                "message": "min_p is not possible here",
+                "type": "BadRequestError",
+                "param": "min_p",
+                "code": 400,
+            }
+            return JSONResponse({"error": error}, 400)
+        if fault == "crashed":
+            return JSONResponse({"error": {"message": "boom", "type": "x", "param": None, "code": 500}}, 500)
+        if body["stream"]:
+            return StreamingResponse(self.events(fault), media_type="text/event-stream")
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "".join(text for _, text in SAMPLED)},
+            "finish_reason": "abort" if fault == "aborted" else "stop",
+            "token_ids": [token for token, _ in SAMPLED],
+            "logprobs": {
+                "content": [entry(text) for _, text in SAMPLED][: 2 if fault == "fewer logprobs" else 3]
+            },
+        }
+        answer = {
+            "id": "x",
+            "object": "chat.completion",
+            "created": 1,
+            "model": body["model"],
+            "choices": [choice],
+            "usage": usage(4 if fault == "wrong usage" else 3),
+            "prompt_token_ids": PROMPT_IDS,
+        }
+        return JSONResponse(answer)
+
+    async def events(self, fault: str) -> AsyncIterator[str]:
+        try:
+            yield data(
+                [{"index": 0, "delta": {"role": "assistant", "content": ""}}], prompt_token_ids=PROMPT_IDS
+            )
+            for i, (token, text) in enumerate(SAMPLED):
+                if fault == "error event" and i == 1:
+                    yield 'data: {"error": {"message": "boom", "type": "x", "code": 500}}\n\ndata: [DONE]\n\n'
+                    return
+                if fault == "cut" and i == 1:
+                    return
+                if fault == "slow" and i == 1:
+                    await asyncio.Event().wait()
+                last = i == len(SAMPLED) - 1
+                if last and fault == "no finish":
+                    break
+                choice: dict[str, Any] = {
+                    "index": 0,
+                    "delta": {"content": text},
+                    "token_ids": [token],
+                    "logprobs": {"content": [entry(text)]},
+                    "finish_reason": ("abort" if fault == "aborted" else "stop") if last else None,
+                }
+                yield data([choice])
+            yield data([], usage=usage(4 if fault == "wrong usage" else 3))
+            yield "data: [DONE]\n\n"
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+def entry(text: str) -> dict[str, Any]:
+    return {"token": text, "logprob": -0.5, "bytes": list(text.encode()), "top_logprobs": []}
+
+
+def usage(sampled: int) -> dict[str, int]:
+    return {"prompt_tokens": 3, "completion_tokens": sampled, "total_tokens": 3 + sampled}
+
+
+def data(choices: list[dict[str, Any]], **extra: Any) -> str:
+    chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "base", "choices": choices}
+    return f"data: {json.dumps(chunk | extra)}\n\n"
+
+
+@contextmanager
+def running_double(home: Path, replica: str) -> Iterator[EngineDouble]:
+    """A double on the socket where the gateway looks for `replica`."""
+    folder = home / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    double = EngineDouble()
+    config = uvicorn.Config(
+        double.app, uds=str(folder / f"{replica}.sock"), log_level="warning", lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    eventually(lambda: server.started, 10, "the double listens")
+    (folder / f"{replica}.json").write_text(json.dumps({"instance": uuid.uuid4().hex}))
+    try:
+        yield double
+    finally:
+        (folder / f"{replica}.json").unlink()
+        server.should_exit = True
+        server.force_exit = True
+        thread.join(10)
