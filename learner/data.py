@@ -81,13 +81,15 @@ class Feed:
         """
         with self.store.read() as tx:
             published = [policy.id for policy in policies.list_policies(tx)]
-        self._drop_stale(published)
-        if self.fill(wanted) < wanted:
+        while self.fill(wanted) >= wanted and self._drop_stale(published):
+            pass  # what was dropped is made up for
+        if self.waiting < wanted:
             return None
         taken: list[Sample] = []
         while len(taken) < wanted:
             self.cursor, samples = self._pending.popleft()
             taken += samples
+            self.counts.judged += 1
         if not self._pending:
             self.cursor = self._read
         for sample in taken:
@@ -120,7 +122,8 @@ class Feed:
         self._keys.update(keys)
         self._pending.append((seq, samples))
 
-    def _drop_stale(self, published: list[str]) -> None:
+    def _drop_stale(self, published: list[str]) -> bool:
+        """Whether any were."""
         kept: deque[tuple[int, list[Sample]]] = deque()
         for seq, samples in self._pending:
             if staleness(samples, published) > self.limits.max_staleness:
@@ -129,8 +132,10 @@ class Feed:
                     self._keys.difference_update(sample.keys)
             else:
                 kept.append((seq, samples))
+        stale = len(self._pending) - len(kept)
         self._pending = kept
         self._drops = deque(sorted(self._drops))
+        return stale > 0
 
 
 def staleness(samples: Iterable[Sample], published: Iterable[str]) -> int:

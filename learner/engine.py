@@ -51,13 +51,18 @@ class RescaledAdamW(torch.optim.AdamW):
     """
 
     scale = 1.0
+    max_norm: float | None = None
+    """Clips first, as ZeRO does from stage 1 on; without ZeRO gradients are whole here."""
+    norm: float | None = None
+    """Of the gradients before clipping."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.max_norm is not None:
+            self.norm = float(nn.utils.clip_grad_norm_(parameters, self.max_norm))
         if self.scale != 1.0:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(self.scale)
+            for parameter in parameters:
+                parameter.grad.mul_(self.scale)
         loss: float | None = super().step(closure)
         return loss
 
@@ -78,6 +83,8 @@ class Engine:
         self._optimizer = RescaledAdamW(
             list(model.trainable().values()), lr=settings.learning_rate, weight_decay=0.0
         )
+        if self.stage == 0:
+            self._optimizer.max_norm = settings.max_grad_norm
         self._engine, *_ = self._deepspeed.initialize(
             model=model, optimizer=self._optimizer, config=_deepspeed_config(settings)
         )
@@ -110,8 +117,9 @@ class Engine:
         """Updates with the gradients so far, times `scale` after clipping; returns their norm, unclipped."""
         self._optimizer.scale = scale
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        return float(norm or 0.0) * scale
+        norm = self._engine.get_global_grad_norm() if self.stage else self._optimizer.norm
+        assert norm is not None
+        return float(norm) * scale
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the adapter's tensors by exported name, whole on every process."""
@@ -188,12 +196,13 @@ def _join_processes(deepspeed: ModuleType, device: str) -> None:
     if distributed.is_initialized():
         return
     backend = "nccl" if device.startswith("cuda") else "gloo"
+    # DeepSpeed's own all-reduce through shared memory is compiled at the first start, which takes a minute
+    # and a compiler; gloo does for the few megabytes of an adapter.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         deepspeed.init_distributed(dist_backend=backend, timeout=PATIENCE)
         return
     os.environ.setdefault("LOCAL_RANK", "0")
-    # One process has nobody to share memory with: without this DeepSpeed compiles a kernel for it first.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(dist_backend=backend)
 
@@ -210,7 +219,7 @@ def _deepspeed_config(settings: Settings) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": settings.max_grad_norm,
+        "gradient_clipping": settings.max_grad_norm if settings.zero_stage else 0.0,
         "zero_optimization": {"stage": settings.zero_stage, "overlap_comm": False},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000_000,
