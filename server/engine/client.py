@@ -25,7 +25,14 @@ CONTROL_SECONDS = 600.0
 """Control calls wait for the step that is running and for weights to be read."""
 HEALTH_SECONDS = 5.0
 
-_CAPTURE_FIELDS = ("prompt_token_ids", "prompt_text", "prompt_logprobs", "kv_transfer_params", "ec_transfer_params", "metrics")
+_CAPTURE_FIELDS = (
+    "prompt_token_ids",
+    "prompt_text",
+    "prompt_logprobs",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "metrics",
+)
 _CAPTURE_CHOICE_FIELDS = ("token_ids", "logprobs", "routed_experts")
 
 
@@ -267,7 +274,7 @@ def _event(chunk: dict[str, Any]) -> ChatEvent:
 
 
 def _take_pieces(answer: dict[str, Any]) -> list[Piece]:
-    """The sampled tokens of every choice that has some. Raises EngineUnavailable never; counts are whole."""
+    """The sampled tokens of every choice that has some."""
     pieces = []
     for choice in answer["choices"]:
         ids: list[int] = choice.get("token_ids") or []

@@ -146,7 +146,7 @@ def launch(replica: Replica, host: Host) -> Launch:
     recipe = replica.recipe
     if recipe.device not in ("any", host.device):
         raise ConfigError(
-            f"tiers.{replica.tier}.recipe: {recipe.name!r} needs a {recipe.device}, this machine is a {host.device}"
+            f"tiers.{replica.tier}.recipe: {recipe.name!r} needs a {recipe.device}, this is a {host.device}"
         )
     env = {
         "VLLM_SERVER_DEV_MODE": "1",

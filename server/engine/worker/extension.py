@@ -131,7 +131,7 @@ def forget_prepacked_experts(model: torch.nn.Module) -> None:
     the new weights can be copied over the old ones in place, and the copy would keep the wrong layout.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 

@@ -24,16 +24,20 @@ import numpy as np
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-Rows = slice | torch.Tensor
-"""A contiguous run of rows, or their indices."""
+MASKED_ROWS = 64
+"""Batches up to this many rows are multiplied whole where an adapter's rows are scattered, with the others
+set to zero in between: at these sizes a product costs its weights and its call, not its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rows of one batch that use one adapter."""
+    """The rows of one batch that use one adapter, in the form that is cheapest to compute with."""
 
     slot: int
-    rows: Rows
+    rows: slice | torch.Tensor
+    """A contiguous run, or the indices of scattered rows."""
+    mask: torch.Tensor | None = None
+    """[N, 1], one where the row is in `rows`: set for scattered rows of a small batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class GroupedAdapters(PunicaWrapperCPU):  # type: ignore[misc]
         self._sampled_groups = group_rows(mapping.prompt_mapping, slots)
         self.is_prefill = mapping.is_prefill
 
-    def add_lora_linear(  # noqa: PLR0913 - vLLM's signature
+    def add_lora_linear(
         self,
         y: torch.Tensor,
         x: torch.Tensor,
@@ -75,7 +79,11 @@ class GroupedAdapters(PunicaWrapperCPU):  # type: ignore[misc]
         output_slices: tuple[int, ...],
         **kwargs: Any,
     ) -> None:
-        """``y += x @ A @ B * scale`` for the rows of each adapter; y [N, O] in place, x [N, I]."""
+        """``y += x @ A @ B`` for the rows of each adapter; y [N, O] in place, x [N, I].
+
+        vLLM has multiplied an adapter's own scale into its B, and passes a `scale` of 1.
+        """
+        assert scale == 1.0
         if not self._token_groups:
             return
         fused = self._layers.get(id(lora_a_stacked))
@@ -83,7 +91,7 @@ class GroupedAdapters(PunicaWrapperCPU):  # type: ignore[misc]
             fused = fuse(lora_a_stacked, lora_b_stacked)
             self._layers[id(lora_a_stacked)] = fused
         for group in self._token_groups:
-            _add_product(y, x, fused.a_SIR[group.slot], fused.b_SRO[group.slot], group.rows, scale)
+            _add_product(y, x, fused.a_SIR[group.slot], fused.b_SRO[group.slot], group)
 
     def add_lora_logits(
         self,
@@ -95,10 +103,11 @@ class GroupedAdapters(PunicaWrapperCPU):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """The same for the head, whose rows are the sampled positions."""
+        assert scale == 1.0
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
         for group in self._sampled_groups:
             a, b = lora_a_stacked[group.slot, 0], lora_b_stacked[group.slot, 0]
-            _add_product(y, x, a.t(), b.t(), group.rows, scale)
+            _add_product(y, x, a.t(), b.t(), group)
 
     def add_lora_embedding(
         self,
@@ -128,25 +137,27 @@ def group_rows(adapter_of_row: tuple[int, ...], slots: dict[int, int]) -> list[G
     ids = np.asarray(adapter_of_row, dtype=np.int64)
     groups = []
     for adapter in np.unique(ids[ids > 0]).tolist():
-        rows = np.flatnonzero(ids == adapter)
+        own = ids == adapter
+        rows = np.flatnonzero(own)
         first, last = int(rows[0]), int(rows[-1])
         if last - first + 1 == len(rows):
             groups.append(Group(slots[adapter], slice(first, last + 1)))
-        else:
-            groups.append(Group(slots[adapter], torch.from_numpy(rows)))
+            continue
+        small = len(ids) <= MASKED_ROWS
+        mask = torch.from_numpy(own[:, None].astype(np.float32)) if small else None
+        groups.append(Group(slots[adapter], torch.from_numpy(rows), mask))
     return sorted(groups, key=lambda group: group.slot)
 
 
 def fuse(lora_a_stacked: tuple[torch.Tensor, ...], lora_b_stacked: tuple[torch.Tensor, ...]) -> Fused:
-    """Move the slices of one layer into one tensor for A and one for B, and make vLLM's tensors views of them.
+    """Move the slices of one layer into one tensor for A and one for B; vLLM's tensors become views of them.
 
     Slice i of A is [S, 1, rank, I], of B [S, 1, O_i, rank]; what they hold is kept.
     """
     slots, _, rank, inputs = lora_a_stacked[0].shape
     sizes = [b.shape[2] for b in lora_b_stacked]
-    kind = {"dtype": lora_a_stacked[0].dtype, "device": lora_a_stacked[0].device}
-    a_SIR = torch.zeros(slots, inputs, rank * len(sizes), **kind)
-    b_SRO = torch.zeros(slots, rank * len(sizes), sum(sizes), **kind)
+    a_SIR = lora_a_stacked[0].new_zeros(slots, inputs, rank * len(sizes))
+    b_SRO = lora_b_stacked[0].new_zeros(slots, rank * len(sizes), sum(sizes))
     offset = 0
     for i, (a, b) in enumerate(zip(lora_a_stacked, lora_b_stacked, strict=True)):
         ranks, outputs = slice(i * rank, (i + 1) * rank), slice(offset, offset + sizes[i])
@@ -158,17 +169,20 @@ def fuse(lora_a_stacked: tuple[torch.Tensor, ...], lora_b_stacked: tuple[torch.T
     return Fused(a_SIR, b_SRO, lora_a_stacked)
 
 
-def _add_product(
-    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: Rows, scale: float
-) -> None:
-    """``y[rows] += x[rows] @ a @ b * scale`` in place."""
-    if isinstance(rows, slice):
-        part = y[rows]
-        inner = torch.mm(x[rows].to(a.dtype), a)
-        if part.dtype == b.dtype:
-            part.addmm_(inner, b, alpha=scale)
-        else:
-            part += torch.mm(inner, b).to(part.dtype) * scale
-        return
-    inner = torch.mm(x.index_select(0, rows).to(a.dtype), a)
-    y.index_add_(0, rows, torch.mm(inner, b).to(y.dtype), alpha=scale)
+def _add_product(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group: Group) -> None:
+    """``y[rows] += x[rows] @ a @ b`` in place; y [N, O], x [N, I], a [I, R], b [R, O]."""
+    x = x.to(a.dtype)
+    if group.mask is not None:
+        _add_mm(y, torch.mm(x, a).mul_(group.mask), b)
+    elif isinstance(group.rows, slice):
+        _add_mm(y[group.rows], torch.mm(x[group.rows], a), b)
+    else:
+        inner = torch.mm(x.index_select(0, group.rows), a)
+        y.index_add_(0, group.rows, torch.mm(inner, b).to(y.dtype))
+
+
+def _add_mm(y: torch.Tensor, inner: torch.Tensor, b: torch.Tensor) -> None:
+    if y.dtype == b.dtype:
+        y.addmm_(inner, b)
+    else:
+        y += torch.mm(inner, b)
