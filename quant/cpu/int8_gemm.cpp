@@ -209,7 +209,6 @@ CLONES void to_float(const int32_t* acc, int n, bool first, float* out) {
 struct Tile {
   int64_t first;  // index of its first row
   int rows;
-  int64_t expert;
 };
 
 // Quantizes a tile's rows (row r of the tile is at row_at(first + r)) into [pairs][rows] order.
@@ -235,6 +234,44 @@ void panel_product(const TileFn* tiles, const Tile& tile, const int32_t* packed,
   }
 }
 
+// An expert with work and its range of tiles.
+struct Group {
+  int64_t expert, first, last;
+};
+
+// Choices (token, rank) sorted by expert, in tiles that never span two experts.
+struct Routing {
+  std::vector<int64_t> source;  // index of the choice that a row holds
+  std::vector<int64_t> place;   // row of a choice, -1 for none
+  std::vector<Tile> tiles;
+  std::vector<Group> groups;
+};
+
+Routing sort_by_expert(const int32_t* ids, int64_t choices, int64_t experts) {
+  std::vector<int64_t> starts(experts + 1, 0);
+  for (int64_t i = 0; i < choices; ++i)
+    if (ids[i] >= 0) ++starts[ids[i] + 1];
+  for (int64_t i = 0; i < experts; ++i) starts[i + 1] += starts[i];
+
+  Routing route;
+  route.source.resize(starts[experts]);
+  route.place.assign(choices, -1);
+  std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+  for (int64_t i = 0; i < choices; ++i)
+    if (ids[i] >= 0) {
+      route.place[i] = next[ids[i]]++;
+      route.source[route.place[i]] = i;
+    }
+  for (int64_t i = 0; i < experts; ++i) {
+    if (starts[i] == starts[i + 1]) continue;
+    const int64_t first = static_cast<int64_t>(route.tiles.size());
+    for (int64_t row = starts[i]; row < starts[i + 1]; row += kRows)
+      route.tiles.push_back({row, static_cast<int>(std::min<int64_t>(kRows, starts[i + 1] - row))});
+    route.groups.push_back({i, first, static_cast<int64_t>(route.tiles.size())});
+  }
+  return route;
+}
+
 int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
 }  // namespace
@@ -252,7 +289,7 @@ void ratchet_int8_linear(int isa, const float* x, int64_t m, int64_t k, const in
   std::vector<int32_t> packed(m * pairs);
   std::vector<float> row_scales(m);
   const auto tile_at = [&](int64_t t) {
-    return Tile{t * kRows, static_cast<int>(std::min<int64_t>(kRows, m - t * kRows)), 0};
+    return Tile{t * kRows, static_cast<int>(std::min<int64_t>(kRows, m - t * kRows))};
   };
   const auto pack = [&](int64_t t) {
     const Tile tile = tile_at(t);
@@ -294,7 +331,7 @@ struct Experts {
 // out[t] = sum over choices c of weights[t, c] * expert[ids[t, c]](x[t]), added in the order of choices;
 // a negative id contributes nothing. Returns 0, or 1 without touching out when an id names no expert.
 int ratchet_int8_experts(int isa, const Experts* e, const float* x, int64_t tokens, const int32_t* ids,
-                          const float* weights, int64_t top_k, float* out) {
+                         const float* weights, int64_t top_k, float* out) {
   for (int64_t i = 0; i < tokens * top_k; ++i)
     if (ids[i] >= e->experts) return 1;
   const TileFn* tiles = tiles_of(isa);
@@ -302,33 +339,15 @@ int ratchet_int8_experts(int isa, const Experts* e, const float* x, int64_t toke
   const int64_t pairs1 = (hidden + 1) / 2, pairs2 = inter / 2;
   const int64_t blocks = inter / kBlock, panels = panels_of(hidden);
 
-  // Rows sorted by expert; `source` gives a row's (token, choice), `place` the inverse.
-  std::vector<int64_t> starts(e->experts + 1, 0), place(tokens * top_k, -1), source;
-  for (int64_t i = 0; i < tokens * top_k; ++i)
-    if (ids[i] >= 0) ++starts[ids[i] + 1];
-  for (int64_t i = 0; i < e->experts; ++i) starts[i + 1] += starts[i];
-  source.resize(starts[e->experts]);
-  std::vector<int64_t> next(starts.begin(), starts.end() - 1);
-  for (int64_t i = 0; i < tokens * top_k; ++i)
-    if (ids[i] >= 0) source[place[i] = next[ids[i]]++] = i;
-
-  struct Group { int64_t expert, first, last; };  // an active expert and its range of tiles
-  std::vector<Tile> work;
-  std::vector<Group> groups;
-  for (int64_t i = 0; i < e->experts; ++i) {
-    if (starts[i] == starts[i + 1]) continue;
-    const int64_t first = static_cast<int64_t>(work.size());
-    for (int64_t row = starts[i]; row < starts[i + 1]; row += kRows)
-      work.push_back({row, static_cast<int>(std::min<int64_t>(kRows, starts[i + 1] - row)), i});
-    groups.push_back({i, first, static_cast<int64_t>(work.size())});
-  }
-
-  const int64_t rows = static_cast<int64_t>(source.size()), count = static_cast<int64_t>(work.size());
+  const Routing route = sort_by_expert(ids, tokens * top_k, e->experts);
+  const std::vector<Tile>& work = route.tiles;
+  const std::vector<Group>& groups = route.groups;
+  const int64_t rows = static_cast<int64_t>(route.source.size()), count = static_cast<int64_t>(work.size());
   const bool few = rows <= kFew;
   std::vector<int32_t> packed1(rows * pairs1), packed2(few ? 0 : rows * pairs2);
   std::vector<float> scales1(rows), scales2(few ? 0 : rows), h(rows * inter), y(rows * hidden);
   const auto pack1 = [&](int64_t t) {
-    pack_tile(work[t], hidden, [&](int64_t row) { return x + source[row] / top_k * hidden; },
+    pack_tile(work[t], hidden, [&](int64_t row) { return x + route.source[row] / top_k * hidden; },
               &packed1[work[t].first * pairs1], scales1.data());
   };
   const auto pack2 = [&](int64_t t, int32_t* packed, float* scales) {
@@ -338,7 +357,7 @@ int ratchet_int8_experts(int isa, const Experts* e, const float* x, int64_t toke
   const auto combine = [&](int64_t t) {
     std::fill(out + t * hidden, out + (t + 1) * hidden, 0.0f);
     for (int64_t c = 0; c < top_k; ++c) {
-      const int64_t row = place[t * top_k + c];
+      const int64_t row = route.place[t * top_k + c];
       if (row >= 0) add_scaled(&y[row * hidden], weights[t * top_k + c], hidden, out + t * hidden);
     }
   };
