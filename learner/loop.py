@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,9 @@ from rollout.store.learning import Checkpoint
 
 STATUS_EVERY = 30.0
 """Seconds between two writes of an unchanged status."""
+
+Watch = Callable[[str], None]
+"""Told of each point in the loop at which a kill must do no harm."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +83,7 @@ class Step:
     policy_id: str = ""
 
 
-def run(document: dict[str, Any], store: Store, stop: Stop) -> None:
+def run(document: dict[str, Any], store: Store, stop: Stop, watch: Watch = lambda point: None) -> None:
     """Learns until stopped or switched off."""
     settings = config.section(document, "learner", LearnerConfig)
     with store.read() as tx:
@@ -90,7 +94,8 @@ def run(document: dict[str, Any], store: Store, stop: Stop) -> None:
     session = open_session(document, seed=settings.seed, initial=adapter)
     if row is not None and not fresh:
         session.engine.load(Path(row.path))
-    loop = Loop(document, store, stop, session, row)
+    loop = Loop(document, store, session, row)
+    loop.stop, loop.watch = stop, watch
     try:
         loop.run()
     finally:
@@ -98,10 +103,13 @@ def run(document: dict[str, Any], store: Store, stop: Stop) -> None:
 
 
 class Loop:
+    stop: Stop
+    watch: Watch
+
     def __init__(
-        self, document: dict[str, Any], store: Store, stop: Stop, session: Session, row: Checkpoint | None
+        self, document: dict[str, Any], store: Store, session: Session, row: Checkpoint | None
     ) -> None:
-        self.store, self.stop, self.session = store, stop, session
+        self.store, self.session = store, session
         self.settings = session.settings
         self.max_policies = config.section(document, "engine", EngineConfig).max_policies
         self.artifacts = Artifacts(config.section(document, "artifacts", ArtifactsConfig).root)
@@ -167,15 +175,18 @@ class Loop:
         assert step.promoted is not None
         stop = self.stop.is_set
         metrics = update(self.session, step.samples, step.advantages, self._referred(step.promoted), stop)
+        self.watch("stepped")
         position = self.position
         position.update += 1
         folder = self.checkpoints.write(self.session.engine, position.update)
+        self.watch("checkpoint written")
         if self.session.engine.rank == 0:
             for sample in step.samples:
                 position.tracker.observe(sample.strata, sample.reward)
             position.probes = _probes(step.samples)
             position.metrics = asdict(metrics)
             commit(self.store, self._row(folder), [key for s in step.samples for key in s.keys])
+            self.watch("checkpoint committed")
             self.checkpoints.prune(folder)
             self._announce(f"update {position.update} done")
             print(_line(position.update, metrics), flush=True)
@@ -200,10 +211,12 @@ class Loop:
         if session.engine.rank == 0:
             manifest = publish.manifest_of(step.policy_id, session.adapter, lineage)
             folder = publish.write(self.artifacts, manifest, session.adapter, weights, mark)
+            self.watch("policy written")
             sealed = read_manifest(folder)
             with self.store.write() as tx:
                 policies.register(tx, sealed, str(folder))
                 learning.set_checkpoint(tx, self._row(Path(self.path)))
+            self.watch("policy registered")
             self._announce(f"published {step.policy_id}")
             print(f"published {step.policy_id} after update {position.update}", flush=True)
 

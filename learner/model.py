@@ -135,6 +135,7 @@ def save_adapter(folder: Path, adapter: Adapter, weights: dict[str, torch.Tensor
     """Writes ``adapter_config.json`` and ``adapter_model.safetensors`` (float32) into `folder`."""
     tensors = {name: tensor.float().cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(0o644)  # safetensors makes it private to its writer
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -24,6 +24,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+from transformers.initialization import no_init_weights
 
 from learner.build import BuildError, Report, write_folder
 
@@ -36,7 +37,7 @@ TOLERANCE = 1e-3
 
 def build_smollm2(path: Path, report: Report, *, seed: int = 0) -> None:
     """Writes the upcycled model, its tokenizer, our chat template and ``ratchet.json`` as folder `path`."""
-    source = _gguf_file()
+    source = gguf_file()
     report(f"building {path} from {source.name} (once, about a minute)")
     dense = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
@@ -75,16 +76,18 @@ def upcycle(dense: LlamaForCausalLM, *, groups: int, seed: int) -> MixtralForCau
     """
     config, half = dense.config, dense.config.intermediate_size // 2
     shared = {k: v for k, v in config.to_dict().items() if k in _SHARED}
-    mixture = MixtralForCausalLM(
-        MixtralConfig(
-            **shared,
-            intermediate_size=half,
-            num_local_experts=2 * groups,
-            num_experts_per_tok=2,
-            router_aux_loss_coef=0.0,
-            sliding_window=None,
-        )
-    ).to(torch.float32)
+    with no_init_weights():  # every tensor is written below
+        mixture = MixtralForCausalLM(
+            MixtralConfig(
+                **shared,
+                intermediate_size=half,
+                num_local_experts=2 * groups,
+                num_experts_per_tok=2,
+                router_aux_loss_coef=0.0,
+                sliding_window=None,
+            )
+        ).to(torch.float32)
+    mixture.tie_weights()
     mixture.generation_config.eos_token_id = config.eos_token_id
     random = torch.Generator().manual_seed(seed)
     source, state = dense.state_dict(), mixture.state_dict()
@@ -134,7 +137,8 @@ def max_logit_difference(one: torch.nn.Module, other: torch.nn.Module, ids_BT: t
     return float((one(input_ids=ids_BT).logits - other(input_ids=ids_BT).logits).abs().max())
 
 
-def _gguf_file() -> Path:
+def gguf_file() -> Path:
+    """The model file in the installed package. Raises BuildError when the package is missing."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
         raise BuildError(f"the package {PACKAGE.replace('_', '-')} is not installed; run deploy/install.sh")

@@ -1,8 +1,8 @@
-"""One short training run, alone or as one of several processes; prints what came of it as JSON.
+"""Short training runs, alone or as one of several processes; prints what came of each as JSON.
 
-``torchrun --nproc_per_node 2 -m tests.learner.training MODEL STAGE KIND STEPS``; KIND is ``adapter`` or
-``full``. The samples are the same whatever the number of processes, and unequal in length, so the processes'
-shares differ.
+``torchrun --nproc_per_node 2 -m tests.learner.training MODEL STEPS 2:adapter 3:full``: the runs are ZeRO
+stages with what trains, an adapter or all weights. The samples are the same whatever the number of processes,
+and unequal in length, so the processes' shares differ.
 """
 
 from __future__ import annotations
@@ -70,13 +70,16 @@ def train(trained: Engine, steps: int) -> list[float]:
     return losses
 
 
-def main(model: str, stage: str, kind: str, steps: str) -> None:
-    trained = engine(model, stage=int(stage), full=kind == "full")
-    losses = train(trained, int(steps))
-    weights = trained.weights()
-    if trained.rank == 0:
-        sums = {name: float(tensor.double().abs().sum()) for name, tensor in weights.items()}
-        print("RESULT " + json.dumps({"world": trained.world, "losses": losses, "weights": sums}), flush=True)
+def main(model: str, steps: str, *runs: str) -> None:
+    for run in runs:
+        stage, kind = run.split(":")
+        trained = engine(model, stage=int(stage), full=kind == "full")
+        losses = train(trained, int(steps))
+        weights = trained.weights()
+        if trained.rank == 0:
+            sums = {name: float(tensor.double().abs().sum()) for name, tensor in weights.items()}
+            result = {"run": run, "world": trained.world, "losses": losses, "weights": sums}
+            print("RESULT " + json.dumps(result), flush=True)
     trained.close()
 
 
