@@ -1,7 +1,7 @@
 """The gateway's only writer: one thread that commits what many requests wait for, in groups.
 
 Invariant: `Writer.run` returns only after its work is committed. Work in one group is isolated by
-savepoints, so a refused row (a conflict) fails its own caller and nobody else; a commit that fails, fails
+savepoints, so a refused row (a conflict) fails its own caller and nobody else; a fault of the store fails
 everyone in the group.
 """
 
@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 
 from rollout.store import Store
 
 T = TypeVar("T")
+STORE_FAULTS = (OperationalError, InternalError, InterfaceError)
+"""The database itself failed, as against a row that it refused."""
 GROUP = 64
 """Most pieces of work in one transaction."""
 
@@ -85,11 +88,19 @@ class Writer:
         try:
             with self._store.write() as tx:
                 for work in group:
+                    savepoint = tx.begin_nested()
                     try:
-                        with tx.begin_nested():
-                            done.append((work, work.function(tx)))
+                        result = work.function(tx)
+                    except STORE_FAULTS:
+                        # SQLite ends the whole transaction by itself on a full disk: going on would commit
+                        # the rest and report as kept what was rolled back.
+                        raise
                     except Exception as error:  # noqa: BLE001 - handed to the caller who asked for it
+                        savepoint.rollback()
                         work.fail(error)
+                    else:
+                        savepoint.commit()
+                        done.append((work, result))
         except Exception as error:  # noqa: BLE001 - the group is lost: everyone who waits must hear it
             for work in group:
                 work.fail(error)

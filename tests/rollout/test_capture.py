@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout import capture
@@ -95,6 +95,7 @@ def test_tool_call_fragments_are_put_together() -> None:
     assert message == {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
+@settings(deadline=None)
 @given(extra_ids=st.integers(0, 3), extra_usage=st.integers(-2, 3), extra_prompt=st.integers(-1, 2))
 def test_counts_that_disagree_never_train(extra_ids: int, extra_usage: int, extra_prompt: int) -> None:
     recorder = streamed()

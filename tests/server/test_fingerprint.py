@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.records import Fingerprint, FingerprintPrompt
@@ -25,6 +25,7 @@ def distance(a: list[float], b: list[float]) -> float:
     return math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / N)
 
 
+@settings(deadline=None)
 @given(policy=logprobs, parent=logprobs, base=logprobs, by_parent=st.booleans())
 def test_the_policy_itself_matches_or_cannot_be_told(
     policy: list[float], parent: list[float], base: list[float], by_parent: bool
@@ -37,6 +38,7 @@ def test_the_policy_itself_matches_or_cannot_be_told(
     assert verdict is (Verdict.MATCH if near > SEPARATION else Verdict.CANNOT_TELL)
 
 
+@settings(deadline=None)
 @given(
     policy=logprobs, parent=logprobs, base=logprobs, by_parent=st.booleans(), answers=st.sampled_from([0, 1])
 )
@@ -48,6 +50,7 @@ def test_an_adapter_without_effect_never_matches(
     assert check(fingerprint(policy, parent, base), measured, None).verdict is not Verdict.MATCH
 
 
+@settings(deadline=None)
 @given(
     policy=logprobs, parent=logprobs, base=logprobs, shift=st.lists(st.floats(-3, 3), min_size=N, max_size=N)
 )
