@@ -221,7 +221,7 @@ class Stack:
             )
         )
         # To be copied as it is: no colours, no wrapping, no indentation.
-        self.console.out(SNIPPET.format(model=deployment.model_names[-1]), highlight=False)
+        self.console.out(SNIPPET.format(model=deployment.model_names[0]), highlight=False)
 
     def _logs(self) -> str:
         return str(self.deployment.home / "logs")
