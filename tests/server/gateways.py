@@ -43,6 +43,11 @@ def free_port() -> int:
         return port
 
 
+def _http() -> httpx.Client:
+    """No kept connections: the gateway at the other end may have been killed since."""
+    return httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=120)
+
+
 @dataclass
 class Deployment:
     """One home with a store, policies and (somewhere) engines; gateways come and go on it."""
@@ -51,6 +56,7 @@ class Deployment:
     home: Path
     overrides: list[str]
     port: int = field(default_factory=free_port)
+    http: httpx.Client = field(default_factory=_http)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -99,7 +105,7 @@ class Deployment:
 
     def call(self, method: str, path: str, body: Any = None, key: str | None = None) -> httpx.Response:
         headers = {"authorization": f"Bearer {key or self.key}"}
-        return httpx.request(method, f"{self.url}{path}", json=body, headers=headers, timeout=120)
+        return self.http.request(method, f"{self.url}{path}", json=body, headers=headers)
 
     def policy(self, policy_id: str) -> dict[str, Any]:
         body: dict[str, Any] = self.call("GET", f"/v1/rl/policies/{policy_id}").json()
@@ -186,7 +192,7 @@ def running_gateway(
 
 def is_ready(deployment: Deployment, process: subprocess.Popen[bytes] | None = None) -> bool:
     assert process is None or process.poll() is None, (deployment.home / "gateway.log").read_text()[-3000:]
-    return answers(lambda: httpx.get(f"{deployment.url}/healthz").status_code == 200)
+    return answers(lambda: deployment.http.get(f"{deployment.url}/healthz").status_code == 200)
 
 
 def answers(ask: Callable[[], bool]) -> bool:
