@@ -1,4 +1,4 @@
-// Products of float32 activations with int8 weights, for linear layers and for all experts of a layer at once.
+// Products of float32 activations with int8 weights: linear layers, and all experts of a layer at once.
 //
 // Weights are int8 with one scale per output channel. Activations are quantized here, per row, to 14 bits
 // (largest magnitude -> 8191), so the product is a sum of int16 x int8 terms that integer arithmetic adds
@@ -31,7 +31,7 @@ constexpr int kPanel = 32;          // output channels of a panel
 constexpr int kBlock = 16;          // output channels of a block
 constexpr int kLevels = 8191;       // largest quantized activation
 constexpr int64_t kChunk = 1024;    // pairs of k that int32 accumulators can hold
-constexpr int64_t kFew = 16;        // rows up to which a thread would wait longer for the others than it works
+constexpr int64_t kFew = 16;        // rows up to which waiting for other threads costs more than their help
 
 using TileFn = void (*)(const int32_t* x, const int8_t* w0, const int8_t* w1, int64_t pairs, int32_t* acc);
 
@@ -218,7 +218,8 @@ void pack_tile(const Tile& tile, int64_t k, RowAt row_at, int32_t* packed, float
   std::vector<int16_t> line(2 * pairs);
   for (int r = 0; r < tile.rows; ++r) {
     scales[tile.first + r] = quantize_row(row_at(tile.first + r), k, line.data());
-    for (int64_t p = 0; p < pairs; ++p) std::memcpy(packed + p * tile.rows + r, &line[2 * p], sizeof(int32_t));
+    for (int64_t p = 0; p < pairs; ++p)
+      std::memcpy(packed + p * tile.rows + r, &line[2 * p], sizeof(int32_t));
   }
 }
 

@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,6 +29,7 @@ import httpx
 from server.engine.client import Engine
 from server.engine.launch import BASE_MODEL
 from tests.bench import harness
+from tests.fixtures.engines import RunningEngine
 
 POLICY = "bench"
 LOADS = (1, 8, 32)
@@ -120,26 +122,32 @@ def paired(numerator: list[float], denominator: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
-async def run(chosen: harness.Setting, args: argparse.Namespace) -> None:
-    with harness.adapter(chosen) as folder, harness.engines(chosen, ["standard-0", "fast-0"]) as running:
-        tiers: dict[str, Tier] = {}
-        for name in ("standard", "fast"):
-            engine = running[f"{name}-0"]
-            transport = httpx.AsyncHTTPTransport(uds=str(engine.socket))
-            http = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600)
-            tiers[name] = Tier(engine.client(), http)
-            await tiers[name].engine.load_adapter(POLICY, folder)
-        await measure_speed(tiers, args.rounds, args.answer_tokens)
-        harness.say(f"quality: sampling {args.tokens} tokens on standard")
-        samples = await sample(tiers["standard"].engine, args.tokens)
-        found = {name: await distributions(tier.http, samples) for name, tier in tiers.items()}
-        for tier in tiers.values():
-            await tier.engine.close()
-            await tier.http.aclose()
-    show(tiers, list(zip(found["standard"], found["fast"], strict=True)))
+Positions = list[tuple[Distribution, Distribution]]
+"""Standard's and fast's distribution of each sampled position."""
 
 
-def show(tiers: dict[str, Tier], positions: list[tuple[Distribution, Distribution]]) -> None:
+async def measure(
+    running: dict[str, RunningEngine], policy: Path, args: argparse.Namespace
+) -> tuple[dict[str, Tier], Positions]:
+    """Speeds and distributions of both tiers, under the adapter in folder `policy`."""
+    tiers: dict[str, Tier] = {}
+    for name in ("standard", "fast"):
+        engine = running[f"{name}-0"]
+        transport = httpx.AsyncHTTPTransport(uds=str(engine.socket))
+        http = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600)
+        tiers[name] = Tier(engine.client(), http)
+        await tiers[name].engine.load_adapter(POLICY, policy)
+    await measure_speed(tiers, args.rounds, args.answer_tokens)
+    harness.say(f"quality: sampling {args.tokens} tokens on standard")
+    samples = await sample(tiers["standard"].engine, args.tokens)
+    standard, fast = [await distributions(tier.http, samples) for tier in tiers.values()]
+    for tier in tiers.values():
+        await tier.engine.close()
+        await tier.http.aclose()
+    return tiers, list(zip(standard, fast, strict=True))
+
+
+def show(tiers: dict[str, Tier], positions: Positions) -> None:
     standard, fast = tiers["standard"].speeds, tiers["fast"].speeds
     rows, gains = [], {}
     for load in LOADS:
@@ -169,10 +177,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=5000, help="sampled tokens for the divergence")
     args = parser.parse_args()
     try:
-        asyncio.run(run(harness.setting(args), args))
+        chosen = harness.setting(args)
+        with harness.adapter(chosen) as policy, harness.engines(chosen, ["standard-0", "fast-0"]) as running:
+            tiers, positions = asyncio.run(measure(running, policy, args))
     except harness.BenchError as error:
         print(error, file=sys.stderr)
         return 1
+    show(tiers, positions)
     return 0
 
 
