@@ -19,7 +19,8 @@ from rollout.records import Joint, PolicyState, Source
 from rollout.seed import PROJECT
 from rollout.store import completions, evaluations
 from rollout.tasks import generate
-from tests.fixtures.engines import RunningEngine
+from server.engine.launch import BASE_MODEL
+from tests.fixtures.engines import RunningEngine, eventually
 from tests.server.gateways import Deployment, running_gateway
 
 pytestmark = pytest.mark.engine
@@ -46,6 +47,28 @@ def deployment(
     found.prepare()
     with running_gateway(found):
         yield found
+    for engine in (engine_standard, engine_fast):
+        asyncio.run(unload_all(engine))
+
+
+async def unload_all(running: RunningEngine) -> None:
+    """Other stores give the same ids to other weights."""
+    async with running.client() as engine:
+        for name in await engine.models() - {BASE_MODEL}:
+            await engine.unload_adapter(name)
+
+
+def candidate(deployment: Deployment, seed: int) -> str:
+    """A new candidate that every replica holds verified."""
+    policy_id = deployment.new_policy(seed)
+
+    def settled() -> bool:
+        return deployment.verified(policy_id) or deployment.policy(policy_id)["state"] == PolicyState.REJECTED
+
+    eventually(settled, 60.0, f"{policy_id} verified everywhere or rejected")
+    found = deployment.policy(policy_id)
+    assert found["state"] == PolicyState.CANDIDATE, found["reason"]
+    return policy_id
 
 
 def play(deployment: Deployment, ask: Ask, seeds: range, name: str) -> list[Episode]:
@@ -115,8 +138,7 @@ def judge_once(deployment: Deployment) -> None:
 
 
 def test_a_candidate_that_is_no_better_is_rejected_and_goes_on_not_serving(deployment: Deployment) -> None:
-    policy_id = deployment.new_policy(31)
-    deployment.place(policy_id)
+    policy_id = candidate(deployment, 11)
     judge_once(deployment)
     found = deployment.policy(policy_id)
     assert found["state"] == PolicyState.REJECTED
@@ -128,8 +150,7 @@ def test_a_candidate_that_is_no_better_is_rejected_and_goes_on_not_serving(deplo
 
 
 def test_a_policy_that_passed_the_gate_is_flipped_to_on_both_tiers(deployment: Deployment) -> None:
-    policy_id = deployment.new_policy(32)
-    deployment.place(policy_id)
+    policy_id = candidate(deployment, 12)
     with deployment.store() as store, store.write() as tx:
         policies.transition(tx, policy_id, PolicyState.CANDIDATE, PolicyState.GATE, actor="judge")
         policies.transition(
