@@ -9,6 +9,7 @@ is decided by rank 0 and told to the others by `broadcast`.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -188,6 +189,7 @@ def _import_deepspeed(device: str) -> ModuleType:
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # after the line above: it picks its accelerator when it is imported
 
+    deepspeed.utils.logger.setLevel(logging.WARNING)
     module: ModuleType = deepspeed
     return module
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from learner.batch import MicroBatch
 
@@ -84,6 +85,7 @@ def load(path: str, adapter: Adapter | None, loading: Loading, *, seed: int) -> 
 
     Raises ModelError when a target module matches nothing, or not in every layer.
     """
+    disable_progress_bar()
     extra = {"experts_implementation": loading.experts} if loading.experts else {}
     base = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, loading.dtype), attn_implementation="sdpa", **extra

@@ -25,6 +25,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 from transformers.initialization import no_init_weights
+from transformers.utils.logging import disable_progress_bar
 
 from learner.build import BuildError, Report, write_folder
 
@@ -37,6 +38,7 @@ TOLERANCE = 1e-3
 
 def build_smollm2(path: Path, report: Report, *, seed: int = 0) -> None:
     """Writes the upcycled model, its tokenizer, our chat template and ``ratchet.json`` as folder `path`."""
+    disable_progress_bar()
     source = gguf_file()
     report(f"building {path} from {source.name} (once, about a minute)")
     dense = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
