@@ -65,11 +65,11 @@ async def answer(engine: Engine, **fields: Any) -> Piece:
 
 async def streamed(
     engine: Engine, body: dict[str, Any]
-) -> tuple[list[int], dict[int, Piece], dict[str, Any], Any]:
+) -> tuple[list[int], dict[int, Piece], dict[int, str], Any]:
     """Prompt ids, pieces joined by choice, what a caller would have put together, usage."""
     prompt: list[int] = []
     pieces: dict[int, list[Piece]] = {}
-    texts: dict[str, Any] = {}
+    texts: dict[int, str] = {}
     usage = None
     async for event in engine.stream_chat(body):
         prompt = prompt or event.prompt_token_ids or []
