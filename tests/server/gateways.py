@@ -238,11 +238,12 @@ def true_fingerprint(
 
 
 def tool(name: str, *parameters: str) -> dict[str, Any]:
-    """A function tool whose parameters are strings."""
+    """A function tool whose parameters are short choices, so that a forced call ends soon."""
     schema = {
         "type": "object",
-        "properties": {parameter: {"type": "string"} for parameter in parameters},
+        "properties": {parameter: {"type": "string", "enum": ["a", "b"]} for parameter in parameters},
         "required": list(parameters),
+        "additionalProperties": False,
     }
     return {
         "type": "function",

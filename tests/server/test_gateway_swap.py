@@ -108,7 +108,7 @@ def test_swaps_under_traffic_lose_nothing_and_trajectories_stay(deployment: Depl
         answer = await client.chat.completions.create(
             model=["ratchet", "ratchet-fast"][i % 2],
             messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Number {i}"}],
-            tools=[tool("clock")],  # type: ignore[list-item]
+            tools=[tool("clock", "zone")],  # type: ignore[list-item]
             max_tokens=12,
             store=True,
             metadata={"trajectory_id": f"swap-{started}-{i % 6}"} if i % 4 == 0 else {},

@@ -11,8 +11,7 @@ from tests.server.gateways import Deployment, tool
 
 pytestmark = pytest.mark.engine
 
-TOOLS = [tool("clock")]
-FORCED: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
+TOOLS = [tool("clock", "zone")]
 
 
 def ask(deployment: Deployment, messages: list[dict[str, Any]], **options: Any) -> Any:
@@ -29,7 +28,7 @@ def trajectory(deployment: Deployment, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("named", [True, False])
 def test_three_turns_with_tools_are_one_sequence(deployment: Deployment, named: bool) -> None:
-    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required"}
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     if named:
         options["metadata"] = {"trajectory_id": "three-turns", "task": "clocks"}
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"What time is it? {named}"}]
@@ -38,7 +37,7 @@ def test_three_turns_with_tools_are_one_sequence(deployment: Deployment, named: 
         raw = deployment.client().chat.completions.with_raw_response.create(
             model="ratchet",
             messages=messages,
-            max_tokens=48,
+            max_tokens=96,
             store=True,
             **options,  # type: ignore[arg-type]
         )
