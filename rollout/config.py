@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,8 +76,8 @@ class EngineConfig(Section):
     """Modules an adapter may touch: what every tier can serve."""
     block_size: int | None = 32
     kv_cache_gb: int = 1
-    threads: str = "0-1"
-    """CPU cores that vLLM's threads are bound to."""
+    threads: str = "auto"
+    """CPU cores that vLLM's threads are bound to, such as "0-3"; "auto" takes all of them."""
     extra_args: list[str] = []
 
 
@@ -86,7 +87,7 @@ def home(document: dict[str, Any]) -> Path:
     return Path(configured).resolve()
 
 
-def read(path: Path, overrides: list[str] = []) -> dict[str, Any]:  # noqa: B006 - never mutated
+def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The whole document with ``--set a.b=c`` applied and ``{home}`` filled in.
 
     Raises ConfigError when the file is missing, is not TOML, or an override is not ``key=value``.
@@ -101,11 +102,7 @@ def read(path: Path, overrides: list[str] = []) -> dict[str, Any]:  # noqa: B006
         key, sep, value = override.partition("=")
         if not sep:
             raise ConfigError(f"--set {override}: expected KEY=VALUE")
-        table = document
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            table = table.setdefault(parent, {})
-        table[leaf] = _value(value)
+        _override(document, key, _value(value))
     filled: dict[str, Any] = _fill(document, str(home(document)))
     return filled
 
@@ -133,11 +130,23 @@ def tiers(document: dict[str, Any]) -> dict[str, TierConfig]:
 def arguments(description: str) -> argparse.ArgumentParser:
     """The parser every process starts from: ``--config FILE`` and ``--set KEY=VALUE``."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config", type=Path, default=Path("deploy/local.toml"), help="the deployment's TOML")
+    parser.add_argument(
+        "--config", type=Path, default=Path("deploy/local.toml"), help="the deployment's TOML"
+    )
     parser.add_argument(
         "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="override one key"
     )
     return parser
+
+
+def _override(document: dict[str, Any], key: str, value: Any) -> None:
+    table = document
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {key}: {parent} is a value, not a table")
+    table[leaf] = value
 
 
 def _value(text: str) -> Any:

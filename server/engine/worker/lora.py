@@ -153,8 +153,8 @@ def group_rows(adapter_of_row: tuple[int, ...], slots: dict[int, int]) -> list[G
 def fuse(lora_a_stacked: tuple[torch.Tensor, ...], lora_b_stacked: tuple[torch.Tensor, ...]) -> Fused:
     """Move the slices of one layer into one tensor for A and one for B; vLLM's tensors become views of them.
 
-    Slice i of A is [S, 1, rank, I], of B [S, 1, O_i, rank]; what they hold is kept. Called inside a step, where
-    new tensors would belong to inference mode and the next load, outside it, could not write to them.
+    Slice i of A is [S, 1, rank, I], of B [S, 1, O_i, rank]; what they hold is kept. Called inside a step,
+    where new tensors would belong to inference mode and the next load, outside it, could not write to them.
     """
     slots, _, rank, inputs = lora_a_stacked[0].shape
     sizes = [b.shape[2] for b in lora_b_stacked]
