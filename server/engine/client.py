@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from server.engine.errors import EngineRejected, EngineUnavailable
-from server.engine.launch import BASE_MODEL
+from server.engine.launch import BASE_MODEL, KEEP_ALIVE_SECONDS
 
 CONNECT_SECONDS = 5.0
 CONTROL_SECONDS = 600.0
@@ -78,7 +78,9 @@ class Engine:
     def __init__(self, address: str | Path) -> None:
         self.address = str(address)
         over_http = self.address.startswith(("http://", "https://"))
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_ALIVE_SECONDS / 4
+        )
         transport = (
             httpx.AsyncHTTPTransport(limits=limits)
             if over_http
@@ -191,14 +193,12 @@ class Engine:
             ) as response:
                 if response.status_code != 200:
                     raise await self._error(response.status_code, await response.aread())
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: "):
-                        continue
-                    if line == "data: [DONE]":
+                async for data in server_sent(response.aiter_bytes()):
+                    if data == b"[DONE]":
                         return
-                    chunk = msgspec.json.decode(line[6:])
+                    chunk = msgspec.json.decode(data)
                     if "error" in chunk:
-                        raise await self._error(int(chunk["error"].get("code") or 500), line[6:].encode())
+                        raise await self._error(int(chunk["error"].get("code") or 500), data)
                     yield _event(chunk)
         except httpx.TransportError as error:
             raise EngineUnavailable(f"{self.address}: {error or type(error).__name__}") from error
@@ -252,6 +252,20 @@ class Engine:
         if status == 503 or (status >= 500 and not await self.health()):
             return EngineUnavailable(f"{self.address}: {error['message']}")
         return EngineRejected(status, error)
+
+
+async def server_sent(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The data of each event, of a stream cut anywhere.
+
+    Lines end at a newline and at nothing else: a model may well say U+2028, which JSON need not escape and
+    which `httpx.Response.aiter_lines` takes for the end of a line.
+    """
+    pending = b""
+    async for part in parts:
+        *lines, pending = (pending + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line[6:].rstrip(b"\r")
 
 
 def _request(body: dict[str, Any], prompt_token_ids: list[int] | None, priority: int) -> dict[str, Any]:

@@ -28,6 +28,9 @@ DRAIN_SECONDS = 5
 SPARE_ADAPTERS = 2
 """Adapters an engine keeps in memory beyond those it can compute with, so that one still in use by a
 request in flight is never read again from a folder that may be gone."""
+KEEP_ALIVE_SECONDS = 60
+"""How long vLLM keeps an idle connection. The client gives it up earlier: a request sent on a connection
+that is being closed would look like a dead engine."""
 WORKER_EXTENSION = "server.engine.worker.extension.RatchetWorker"
 _SOCKET_PATH_LIMIT = 107
 """Bytes of a Unix socket's path (sun_path without its terminator)."""
@@ -152,6 +155,7 @@ def launch(replica: Replica, host: Host) -> Launch:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
         "TOKENIZERS_PARALLELISM": "false",
     }
     notes = [f"replica {replica.id}: recipe {recipe.name} on {host.device}"]
