@@ -134,7 +134,7 @@ class Exchange:
         """What to tell the caller of a fault of the engine; records it when tokens were sampled."""
         if isinstance(error, EngineUnavailable) or error.status in (404, 500):
             log.warning("%s: %s", self.replica.id, error)
-            if isinstance(error, EngineUnavailable):
+            if isinstance(error, EngineUnavailable) and not await self.replica.engine.health():
                 # Out of rotation at once; the reconciler puts it back when it answers and is verified.
                 self.replica.ready, self.replica.why_not = False, str(error)
             answer = errors.engine_lost()

@@ -38,6 +38,8 @@ from server.writer import Writer
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
+MISSES = 6
+"""Failed health checks in a row after which an engine in rotation is taken out of it."""
 REJECTABLE = (PolicyState.CANDIDATE, PolicyState.GATE, PolicyState.CANARY)
 """States in which a policy that cannot be placed is given up; one that serves is tried again."""
 
@@ -83,8 +85,7 @@ class Reconciler:
                 await self._adopt(replica, instance)
         if instance is None:
             return
-        if not await replica.engine.health():
-            replica.ready, replica.why_not = False, "starting or dead"
+        if not await self._healthy(replica):
             return
         loaded = await replica.engine.models()
         replica.verified &= {
@@ -98,6 +99,22 @@ class Reconciler:
             await self._place(replica, instance, policy, name in loaded)
             if policy.id in replica.verified:
                 loaded.add(name)
+            # What serves comes first: the tier need not wait for the candidates behind it.
+            self._rotate(replica)
+        self._rotate(replica)
+
+    async def _healthy(self, replica: Replica) -> bool:
+        """Whether the engine answers now. One in rotation that is merely slow stays there for a while:
+        on a machine whose cores are all taken an API process can need seconds for a health check."""
+        if await replica.engine.health():
+            replica.misses = 0
+            return True
+        replica.misses += 1
+        if not replica.ready or replica.misses >= MISSES:
+            replica.ready, replica.why_not = False, "starting or dead"
+        return False
+
+    def _rotate(self, replica: Replica) -> None:
         promoted = self.fleet.serving.promoted
         replica.ready = promoted in replica.verified
         replica.why_not = "" if replica.ready else f"the promoted policy {promoted} is not verified"

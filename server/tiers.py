@@ -39,6 +39,8 @@ class Replica:
     ready: bool = False
     """In rotation: healthy, and holding the promoted policy verified."""
     why_not: str = "starting"
+    misses: int = 0
+    """Failed health checks in a row."""
     verified: set[str] = field(default_factory=set)
     failed: dict[str, float] = field(default_factory=dict)
     """Policy -> monotonic time at which to try it again."""
