@@ -1,7 +1,6 @@
-"""One engine as the gateway sees it: everything that is peculiar to vLLM's HTTP is in this file.
+"""One engine as the gateway sees it: with `wire`, everything that is peculiar to vLLM's HTTP.
 
-Every chat request asks for the prompt's ids, the sampled ids and their log-probs, and takes them out of
-what is handed on again: `ChatEvent.chunk` and `ChatResult.body` are what an OpenAI server would have sent.
+`ChatEvent.chunk` and `ChatResult.body` are what an OpenAI server would have sent.
 
 Invariant: of each choice, the ids and log-probs of its pieces, joined in order, are those that the engine
 sampled, one log-prob an id.
@@ -10,7 +9,6 @@ sampled, one log-prob an id.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,53 +17,24 @@ import msgspec
 
 from server.engine.errors import EngineRejected, EngineUnavailable
 from server.engine.launch import BASE_MODEL, KEEP_ALIVE_SECONDS
+from server.engine.wire import (
+    ChatEvent,
+    ChatResult,
+    Piece,
+    error_body,
+    event,
+    request,
+    server_sent,
+    take_fields,
+    take_pieces,
+)
+
+__all__ = ["ChatEvent", "ChatResult", "Engine", "Piece"]
 
 CONNECT_SECONDS = 5.0
 CONTROL_SECONDS = 600.0
 """Control calls wait for the step that is running and for weights to be read."""
 HEALTH_SECONDS = 5.0
-
-_CAPTURE_FIELDS = (
-    "prompt_token_ids",
-    "prompt_text",
-    "prompt_logprobs",
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "metrics",
-)
-_CAPTURE_CHOICE_FIELDS = ("token_ids", "logprobs", "routed_experts")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Tokens sampled for one choice: those of one chunk, or all of them."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    """In nats, of `token_ids`."""
-    logprobs_content: list[dict[str, Any]]
-    """The same in OpenAI's form, with as many alternatives as `top_logprobs` asked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatEvent:
-    """One chunk of a streamed answer."""
-
-    chunk: dict[str, Any]
-    prompt_token_ids: list[int] | None
-    """On the first chunk of each choice."""
-    pieces: list[Piece]
-    usage: dict[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatResult:
-    """A whole answer."""
-
-    body: dict[str, Any]
-    prompt_token_ids: list[int]
-    choices: list[Piece]
 
 
 class Engine:
@@ -170,11 +139,11 @@ class Engine:
         self, body: dict[str, Any], *, prompt_token_ids: list[int] | None = None, priority: int = 0
     ) -> ChatResult:
         """Answer a chat request; with `prompt_token_ids` the prompt is exactly those ids."""
-        request = _request(body, prompt_token_ids, priority) | {"stream": False}
-        request.pop("stream_options", None)
-        answer = await self._call("POST", "/v1/chat/completions", request, seconds=None)
+        asked = request(body, prompt_token_ids, priority) | {"stream": False}
+        asked.pop("stream_options", None)
+        answer = await self._call("POST", "/v1/chat/completions", asked, seconds=None)
         ids: list[int] = answer["prompt_token_ids"]
-        return ChatResult(prompt_token_ids=ids, choices=_take_pieces(answer), body=_take_fields(answer))
+        return ChatResult(prompt_token_ids=ids, choices=take_pieces(answer), body=take_fields(answer))
 
     async def stream_chat(
         self, body: dict[str, Any], *, prompt_token_ids: list[int] | None = None, priority: int = 0
@@ -183,9 +152,9 @@ class Engine:
 
         The last chunk carries the usage. Ending without an exception means that the answer is complete.
         """
-        request = _request(body, prompt_token_ids, priority) | {"stream": True}
-        request["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
-        content = msgspec.json.encode(request)
+        asked = request(body, prompt_token_ids, priority) | {"stream": True}
+        asked["stream_options"] = (body.get("stream_options") or {}) | {"include_usage": True}
+        content = msgspec.json.encode(asked)
         headers = {"content-type": "application/json"}
         try:
             async with self._http.stream(
@@ -199,7 +168,7 @@ class Engine:
                     chunk = msgspec.json.decode(data)
                     if "error" in chunk:
                         raise await self._error(int(chunk["error"].get("code") or 500), data)
-                    yield _event(chunk)
+                    yield event(chunk)
         except httpx.TransportError as error:
             raise EngineUnavailable(f"{self.address}: {error or type(error).__name__}") from error
         raise EngineUnavailable(f"{self.address}: the stream ended before the answer did")
@@ -248,83 +217,7 @@ class Engine:
 
     async def _error(self, status: int, content: bytes) -> EngineRejected | EngineUnavailable:
         """A fault of an engine that still answers is about the request; otherwise it is about the engine."""
-        error = _error_body(status, content)
+        error = error_body(status, content)
         if status == 503 or (status >= 500 and not await self.health()):
             return EngineUnavailable(f"{self.address}: {error['message']}")
         return EngineRejected(status, error)
-
-
-async def server_sent(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each event, of a stream cut anywhere.
-
-    Lines end at a newline and at nothing else: a model may well say U+2028, which JSON need not escape and
-    which `httpx.Response.aiter_lines` takes for the end of a line.
-    """
-    pending = b""
-    async for part in parts:
-        *lines, pending = (pending + part).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: "):
-                yield line[6:].rstrip(b"\r")
-
-
-def _request(body: dict[str, Any], prompt_token_ids: list[int] | None, priority: int) -> dict[str, Any]:
-    request = dict(body)
-    request["logprobs"] = True
-    request["top_logprobs"] = body.get("top_logprobs") or 0
-    request["return_token_ids"] = True
-    # Hiding the reasoning here would hide its ids and log-probs too; whoever answers the caller hides it.
-    request["include_reasoning"] = True
-    request["priority"] = priority
-    if prompt_token_ids is not None:
-        request["kv_transfer_params"] = {"prompt_token_ids": prompt_token_ids}
-    return request
-
-
-def _event(chunk: dict[str, Any]) -> ChatEvent:
-    ids: list[int] | None = chunk.get("prompt_token_ids")
-    pieces = _take_pieces(chunk)
-    return ChatEvent(chunk=_take_fields(chunk), prompt_token_ids=ids, pieces=pieces, usage=chunk.get("usage"))
-
-
-def _take_pieces(answer: dict[str, Any]) -> list[Piece]:
-    """The sampled tokens of every choice that has some."""
-    pieces = []
-    for choice in answer["choices"]:
-        ids: list[int] = choice.get("token_ids") or []
-        content: list[dict[str, Any]] = (choice.get("logprobs") or {}).get("content") or []
-        if not ids and not content:
-            continue
-        logprobs = [float(entry["logprob"]) for entry in content]
-        pieces.append(
-            Piece(index=choice["index"], token_ids=ids, logprobs=logprobs, logprobs_content=content)
-        )
-    return pieces
-
-
-def _take_fields(answer: dict[str, Any]) -> dict[str, Any]:
-    """`answer` without what only capture asked for."""
-    for name in _CAPTURE_FIELDS:
-        answer.pop(name, None)
-    for choice in answer["choices"]:
-        for name in _CAPTURE_CHOICE_FIELDS:
-            choice.pop(name, None)
-    return answer
-
-
-def _error_body(status: int, content: bytes) -> dict[str, Any]:
-    """OpenAI's error object, whatever shape this route of vLLM answered in."""
-    try:
-        decoded = msgspec.json.decode(content)
-    except msgspec.DecodeError:
-        decoded = content.decode(errors="replace")
-    error = decoded.get("error", decoded) if isinstance(decoded, dict) else decoded
-    if isinstance(error, dict) and "message" in error:
-        return error
-    detail = error.get("detail", error) if isinstance(error, dict) else error
-    return {
-        "message": str(detail) or f"status {status}",
-        "type": "engine_error",
-        "param": None,
-        "code": status,
-    }

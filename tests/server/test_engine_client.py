@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from server.engine.client import Engine, server_sent
+from server.engine.client import Engine
 from server.engine.errors import EngineUnavailable
+from server.engine.wire import server_sent
 
 STREAM = 'data: {"a": "one\u2028two\x85"}\n\n: comment\n\ndata: {"b": 2}\r\n\r\ndata: [DONE]\n\n'.encode()
 

@@ -32,7 +32,7 @@ def values(plan: Launch, flag: str) -> list[str]:
 
 
 def test_cpu_replica(tmp_path: Path) -> None:
-    plan = launch(replica(document(tmp_path), "standard-1"), CPU)
+    plan = launch(replica(document(tmp_path, threads="0-1"), "standard-1"), CPU)
     assert plan.socket == tmp_path / "run" / "standard-1.sock"
     assert values(plan, "--uds") == [str(plan.socket)]
     assert values(plan, "--max-loras") == ["4"]
