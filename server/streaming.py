@@ -26,6 +26,7 @@ from server.tiers import wire_tier
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+_SEPARATORS = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\x85\u2028\u2029"]
 
 
 class ClientGone(Exception):
@@ -142,7 +143,11 @@ def _says_something(choice: dict[str, Any]) -> bool:
 
 
 def event_bytes(data: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    """One event. Line separators beyond ASCII are escaped: many clients would split the event at them."""
+    encoded = msgspec.json.encode(data)
+    for raw, escaped in _SEPARATORS:
+        encoded = encoded.replace(raw, escaped)
+    return b"data: " + encoded + b"\n\n"
 
 
 async def caller_events(exchange: Exchange, names: Names) -> AsyncGenerator[bytes]:

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from tests.fixtures.engines import eventually
 
 PROMPT_IDS = [1, 2, 3]
-SAMPLED = [(11, "one "), (12, "two "), (2, "three")]
+SAMPLED = [(11, "one "), (12, "two\u2028\x85\u2029 "), (2, "three")]
 
 
 class EngineDouble:

@@ -183,6 +183,12 @@ def test_scopes(deployment: Deployment) -> None:
     assert deployment.call("POST", "/v1/rl/feedback", feedback, key=outcomes).json()["trusted"] is True
 
 
+def test_line_separators_in_text_do_not_split_an_event(deployment: Deployment) -> None:
+    events = lines(chat(deployment, stream=True))
+    text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events[:-1])
+    assert text == "one two\u2028\x85\u2029 three"
+
+
 def test_what_goes_to_the_engine(deployment: Deployment, double: EngineDouble) -> None:
     chat(deployment, max_tokens=5, max_completion_tokens=4, user="me", metadata={"a": "b"}, seed=3)
     sent = double.bodies[-1]
