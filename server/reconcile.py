@@ -246,16 +246,17 @@ class Reconciler:
         if policy.manifest.kind is PolicyKind.ADAPTER and policy.id in await replica.engine.models():
             await replica.engine.unload_adapter(policy.id)
         await self._write(placements.set_placement, replica.id, instance, policy.id, Placement.FAILED, reason)
-        await self.writer.run(lambda tx: _reject(tx, policy.id, f"{replica.id}: {reason}"))
+        if await self.writer.run(lambda tx: _reject(tx, policy.id, f"{replica.id}: {reason}")):
+            self.fleet.policies.pop(policy.id, None)
 
     async def _write(self, function: Callable[..., None], *arguments: Any) -> None:
         await self.writer.run(lambda tx: function(tx, *arguments))
 
 
-def _reject(tx: Connection, policy_id: str, reason: str) -> None:
-    """Give up a policy that is not serving yet, whatever state it has reached meanwhile."""
+def _reject(tx: Connection, policy_id: str, reason: str) -> bool:
+    """Give up a policy that is not serving yet, whatever state it has reached; whether it was given up."""
     policy = policies.get(tx, policy_id)
-    if policy is not None and policy.state in REJECTABLE:
-        policies.transition(
-            tx, policy_id, policy.state, PolicyState.REJECTED, actor="reconciler", reason=reason
-        )
+    if policy is None or policy.state not in REJECTABLE:
+        return False
+    policies.transition(tx, policy_id, policy.state, PolicyState.REJECTED, actor="reconciler", reason=reason)
+    return True
