@@ -62,6 +62,7 @@ class Exchange:
     replica: Replica
     turn: Turn
     engine_body: dict[str, Any]
+    priority: int
     parts: Exchanges
     started: float
     ttft_s: float | None = None
@@ -72,7 +73,7 @@ class Exchange:
         """The whole answer, after its record is committed. Raises ApiError."""
         try:
             result = await self.replica.engine.chat(
-                self.engine_body, prompt_token_ids=self.turn.prompt_token_ids, priority=0
+                self.engine_body, prompt_token_ids=self.turn.prompt_token_ids, priority=self.priority
             )
         except (EngineRejected, EngineUnavailable) as error:
             raise await self._failed(error) from error
@@ -91,7 +92,7 @@ class Exchange:
         stream = cast(
             AsyncGenerator[ChatEvent],
             self.replica.engine.stream_chat(
-                self.engine_body, prompt_token_ids=self.turn.prompt_token_ids, priority=0
+                self.engine_body, prompt_token_ids=self.turn.prompt_token_ids, priority=self.priority
             ),
         )
         finished: set[int] = set()
@@ -185,6 +186,7 @@ class Exchanges:
     async def open(self, caller: Caller, request: ChatRequest, headers: Mapping[str, str]) -> Exchange:
         """Decide policy, replica and prompt. Raises ApiError (404, 400, 503)."""
         started, now = time.monotonic(), time.time()
+        priority = routing.priority(headers)
         named = self.fleet.named(request.model, request.service_tier, caller.project.default_tier)
         keep = capture.wanted(caller.project, request.store)
         turn = await self._turn(caller, request, headers, keep)
@@ -221,6 +223,7 @@ class Exchanges:
             replica=replica,
             turn=turn,
             engine_body=_engine_body(request, engine_model(self.fleet.policies[policy_id]), salt),
+            priority=priority,
             parts=self,
             started=started,
         )

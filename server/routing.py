@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from server import errors
 from server.tiers import AUTO, STANDARD, Replica
+
+PRIORITY_HEADER = "x-ratchet-priority"
+PRIORITIES = {"interactive": 0, "batch": 10}
+"""Header value -> the engine's priority; a smaller number is served earlier."""
+
+
+def priority(headers: Mapping[str, str]) -> int:
+    """The engine's priority that a request asks for. Raises 400 for a word that is none."""
+    asked = headers.get(PRIORITY_HEADER, "interactive")
+    if asked not in PRIORITIES:
+        known = " or ".join(f"'{name}'" for name in PRIORITIES)
+        raise errors.invalid(f"The header {PRIORITY_HEADER} must be {known}, not '{asked}'.", PRIORITY_HEADER)
+    return PRIORITIES[asked]
 
 
 def load(replica: Replica) -> int:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from server.engine.errors import EngineUnavailable
 from server.gateway import gateway
 from server.responses import json_response
-from server.tiers import Fleet
+from server.tiers import Fleet, Replica
 
 router = APIRouter()
 OPEN = 200
 NOT_YET = 503
+PASSED_ON = ("vllm:spec_decode_num_", "vllm:prefix_cache_", "vllm:num_requests_", "vllm:kv_cache_usage_perc")
+"""Engine metrics that are passed on, by the beginning of their name."""
 
 
 @router.get("/healthz")
@@ -26,7 +30,22 @@ async def healthz(request: Request) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    return Response(gateway(request).metrics.text(), OPEN, media_type=CONTENT_TYPE_LATEST)
+    parts = gateway(request)
+    engines = await asyncio.gather(*(_counters(replica) for replica in parts.fleet.replicas))
+    text = parts.metrics.text() + "".join(engines).encode()
+    return Response(text, OPEN, media_type=CONTENT_TYPE_LATEST)
+
+
+async def _counters(replica: Replica) -> str:
+    """What the engine counts of drafting and caching, as lines of the exposition format."""
+    try:
+        totals = await replica.engine.metrics()
+    except EngineUnavailable:
+        return ""  # a replica that is away is told by ratchet_replica_ready
+    labels = f'replica="{replica.id}",tier="{replica.tier}"'
+    return "".join(
+        f"{name}{{{labels}}} {value}\n" for name, value in totals.items() if name.startswith(PASSED_ON)
+    )
 
 
 def health(fleet: Fleet) -> dict[str, Any]:
