@@ -51,6 +51,8 @@ class Position:
     update: int = 0
     published_update: int = 0
     published: str | None = None
+    forgotten: str = ""
+    """The last policy of this job that was rolled back; what was trained before it is gone."""
     base: str = ""
     tracker: Tracker
     counts: Counts
@@ -230,17 +232,20 @@ class Loop:
         )
 
     def _rolled_back(self) -> bool:
-        """Whether the policy published last was promoted and taken back; then the job begins anew."""
-        if self.position.published is None:
+        """Whether a policy of this job was promoted and taken back; then the job begins anew."""
+        with self.store.read() as tx:
+            taken_back = [
+                policy.id
+                for policy in policies.list_policies(tx, [PolicyState.ROLLED_BACK])
+                if policy.manifest.job == self.settings.job and policy.id > self.position.forgotten
+            ]
+        if not taken_back:
             return False
+        self.position.forgotten = max(taken_back)
+        self.position.published_update = self.position.update
         with self.store.write() as tx:
-            policy = policies.get(tx, self.position.published)
-            if policy is None or policy.state is not PolicyState.ROLLED_BACK:
-                return False
-            self.position.published = None
-            self.position.published_update = self.position.update
             learning.set_checkpoint(tx, self._row(Path(self.path), restart=True))
-        self._announce(f"starting again from the promoted policy: {policy.id} was rolled back")
+        self._announce(f"starting again from the promoted policy: {self.position.forgotten} was rolled back")
         return True
 
     def _referred(self, promoted: Policy) -> Reference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import random
 import signal
@@ -158,6 +159,39 @@ def test_it_waits_for_a_slot_and_goes_on(
         (second,) = policies.list_policies(tx, [PolicyState.CANDIDATE])
     assert second.manifest.parent == BASE_POLICY
     assert second.manifest.step == 4
+
+
+def test_after_a_rollback_it_begins_from_the_promoted_policy(
+    tmp_path: Path, tiny_moe: Path, processes: ForkServerContext
+) -> None:
+    document, store = deploy(tmp_path / "home", tiny_moe, 8, **wide_open())
+    assert learn(processes, document, None) == 0
+    with store.write() as tx:
+        (candidate,) = policies.list_policies(tx, [PolicyState.CANDIDATE])
+        steps = [PolicyState.CANDIDATE, PolicyState.GATE, PolicyState.CANARY]
+        for frm, to in itertools.pairwise(steps):
+            policies.transition(tx, candidate.id, frm, to, actor="test", evidence={"n": 1})
+        policies.promote(tx, candidate.id, actor="test")
+        policies.rollback(tx, actor="test", reason="worse in production")
+    assert learn(processes, document, None) == 0
+    with store.read() as tx:
+        row = learning.get_checkpoint(tx, "continuous")
+    assert row is not None
+    assert row.state["restart"]
+    judge(store, 8, 16)
+    assert learn(processes, document, None) == 0
+    with store.read() as tx:
+        row = learning.get_checkpoint(tx, "continuous")
+        (again,) = policies.list_policies(tx, [PolicyState.CANDIDATE])
+    assert row is not None
+    assert (row.update, row.state.get("restart")) == (4, None)
+    assert (again.manifest.parent, again.manifest.step) == (BASE_POLICY, 4)
+    # Two steps from no effect, as the first policy was; four steps would be about twice as far.
+    first, second = (
+        sum(float(abs(tensor).sum()) for name, tensor in adapter.items() if "lora_B" in name)
+        for adapter in weights(document, store)
+    )
+    assert second < 1.4 * first
 
 
 def test_reward_moves_the_probabilities(tmp_path: Path, tiny_moe: Path, processes: ForkServerContext) -> None:
