@@ -48,7 +48,7 @@ _ALL = (
         name="cpu-int8",
         device="cpu",
         engine_args=("--dtype", "float32", "--quantization", "cpu_int8", "--enforce-eager"),
-        description="weights int8 per output channel, activations 14 bits per token, one native call a layer",
+        description="weights int8 in groups of 32, activations 16 bits per token, one native call a layer",
         measured=True,
     ),
     Recipe(

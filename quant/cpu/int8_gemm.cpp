@@ -1,18 +1,20 @@
 // Products of float32 activations with int8 weights: linear layers, and all experts of a layer at once.
 //
-// Weights are int8 with one scale per output channel. Activations are quantized here, per row, to 14 bits
-// (largest magnitude -> 8191), so the product is a sum of int16 x int8 terms that integer arithmetic adds
-// exactly: 8191 * 127 * 2048 < 2^31. The result of a row therefore does not depend on the other rows of the
-// batch, on the number of threads or on the instruction set (AVX2, AVX-512, VNNI, plain C++), and the
-// rounding of activations is far below that of the weights. Contraction into fused multiply-adds is switched
-// off at build time to keep the few float operations identical as well.
+// Weights are int8 in groups of 32 inputs, each group of a channel with a scale and an offset:
+// w = scale * q + offset. Activations are quantized here, per row, to 16 bits (largest magnitude -> 32767),
+// an error far below that of the weights. Inside a group the int16 x int8 products are added exactly; groups are
+// added in float32, in order, with fused multiply-adds. The result of a row therefore does not depend on the
+// other rows of the batch, on the number of threads or on the instruction set (AVX2, AVX-512, VNNI, plain
+// C++). The compiler may not contract other float operations, for the same reason (build flag).
 //
 // Layout of weights: panels of 32 output channels, each two blocks of 16; a block is [K/2][16][2] bytes, so
 // one vector load holds two consecutive k for each of its channels, as the multiply-add of int16 pairs wants.
-// An expert's gate/up matrix has 16 gate and the matching 16 up channels in one panel. Layout of quantized
-// activations: tiles of up to 6 rows, [K/2][rows] pairs of int16.
+// Its scales and offsets are [K/32][scale, offset][16] floats. An expert's gate/up matrix has 16 gate and
+// the matching 16 up channels in one panel. K is padded to whole groups. Layout of quantized activations:
+// tiles of up to 6 rows, [K/2][rows] pairs of int16, and [K/32][rows] sums of the groups.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -29,79 +31,119 @@ namespace {
 constexpr int kRows = 6;            // rows of a tile: 12 accumulators of 16 registers on AVX2
 constexpr int kPanel = 32;          // output channels of a panel
 constexpr int kBlock = 16;          // output channels of a block
-constexpr int kLevels = 8191;       // largest quantized activation
-constexpr int64_t kChunk = 1024;    // pairs of k that int32 accumulators can hold
+constexpr int kGroup = 32;          // inputs that share a scale and an offset
+constexpr int kPairs = kGroup / 2;
+constexpr int kLevels = 32767;      // largest quantized activation
 constexpr int64_t kFew = 16;        // rows up to which waiting for other threads costs more than their help
 
-using TileFn = void (*)(const int32_t* x, const int8_t* w0, const int8_t* w1, int64_t pairs, int32_t* acc);
+// One block's weights, [groups][kPairs][16][2], and its scales, [groups][scale, offset][16].
+struct Block {
+  const int8_t* q;
+  const float* scales;
+};
 
-// ---- integer tiles: acc[row][32] = sum over pairs; w0 and w1 are the panel's two blocks -----------------
+// A packed tile of activations: [groups][kPairs][rows] pairs and [groups][rows] sums.
+struct Packed {
+  const int32_t* pairs;
+  const float* sums;
+};
+
+using TileFn = void (*)(Packed x, Block a, Block b, int64_t groups, float* out);
+
+// ---- tiles: out[row][32] = products of the tile with a panel's two blocks, before the rows' scales --------
 
 template <int R>
-void tile_plain(const int32_t* x, const int8_t* w0, const int8_t* w1, int64_t pairs, int32_t* acc) {
-  std::fill(acc, acc + R * kPanel, 0);
-  for (int64_t p = 0; p < pairs; ++p)
-    for (int r = 0; r < R; ++r) {
-      int16_t pair[2];
-      std::memcpy(pair, x + p * R + r, sizeof pair);
-      for (int n = 0; n < kBlock; ++n) {
-        const int8_t* a = w0 + p * kPanel + 2 * n;
-        const int8_t* b = w1 + p * kPanel + 2 * n;
-        acc[r * kPanel + n] += pair[0] * a[0] + pair[1] * a[1];
-        acc[r * kPanel + kBlock + n] += pair[0] * b[0] + pair[1] * b[1];
+void tile_plain(Packed x, Block a, Block b, int64_t groups, float* out) {
+  std::fill(out, out + R * kPanel, 0.0f);
+  for (int64_t g = 0; g < groups; ++g)
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < kPanel; ++n) {
+        const Block& block = n < kBlock ? a : b;
+        const int8_t* q = block.q + g * kPairs * kPanel + n % kBlock * 2;
+        const float* scales = block.scales + g * kPanel + n % kBlock;
+        int32_t sum = 0;
+        for (int p = 0; p < kPairs; ++p) {
+          int16_t pair[2];
+          std::memcpy(pair, x.pairs + (g * kPairs + p) * R + r, sizeof pair);
+          sum += pair[0] * q[p * kPanel] + pair[1] * q[p * kPanel + 1];
+        }
+        float& total = out[r * kPanel + n];
+        total = std::fmaf(static_cast<float>(sum), scales[0], total);
+        total = std::fmaf(x.sums[g * R + r], scales[kBlock], total);
       }
-    }
 }
 
 #if defined(__x86_64__)
 template <int R>
-__attribute__((target("avx2"))) void tile_avx2(const int32_t* x, const int8_t* w0, const int8_t* w1,
-                                               int64_t pairs, int32_t* acc) {
-  for (int b = 0; b < 2; ++b) {
-    const int8_t* w = b == 0 ? w0 : w1;
-    __m256i lo[R], hi[R];
+__attribute__((target("avx2,fma"))) void tile_avx2(Packed x, Block a, Block b, int64_t groups, float* out) {
+  for (int half = 0; half < 2; ++half) {
+    const Block& block = half == 0 ? a : b;
+    for (int r = 0; r < R; ++r) std::fill_n(out + r * kPanel + half * kBlock, kBlock, 0.0f);
+    for (int64_t g = 0; g < groups; ++g) {
+      __m256i lo[R], hi[R];
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) lo[r] = hi[r] = _mm256_setzero_si256();
-    for (int64_t p = 0; p < pairs; ++p) {
-      const __m128i* line = reinterpret_cast<const __m128i*>(w + p * kPanel);
-      const __m256i wl = _mm256_cvtepi8_epi16(_mm_loadu_si128(line));
-      const __m256i wh = _mm256_cvtepi8_epi16(_mm_loadu_si128(line + 1));
+      for (int r = 0; r < R; ++r) lo[r] = hi[r] = _mm256_setzero_si256();
+      const int32_t* pairs = x.pairs + g * kPairs * R;
+      const __m128i* line = reinterpret_cast<const __m128i*>(block.q + g * kPairs * kPanel);
+      for (int p = 0; p < kPairs; ++p) {
+        const __m256i wl = _mm256_cvtepi8_epi16(_mm_loadu_si128(line + 2 * p));
+        const __m256i wh = _mm256_cvtepi8_epi16(_mm_loadu_si128(line + 2 * p + 1));
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) {
+          const __m256i v = _mm256_set1_epi32(pairs[p * R + r]);
+          lo[r] = _mm256_add_epi32(lo[r], _mm256_madd_epi16(wl, v));
+          hi[r] = _mm256_add_epi32(hi[r], _mm256_madd_epi16(wh, v));
+        }
+      }
+      const float* scales = block.scales + g * kPanel;
+      const __m256 sl = _mm256_loadu_ps(scales), sh = _mm256_loadu_ps(scales + 8);
+      const __m256 ol = _mm256_loadu_ps(scales + 16), oh = _mm256_loadu_ps(scales + 24);
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r) {
-        const __m256i v = _mm256_set1_epi32(x[p * R + r]);
-        lo[r] = _mm256_add_epi32(lo[r], _mm256_madd_epi16(wl, v));
-        hi[r] = _mm256_add_epi32(hi[r], _mm256_madd_epi16(wh, v));
+        float* total = out + r * kPanel + half * kBlock;
+        const __m256 sum = _mm256_set1_ps(x.sums[g * R + r]);
+        __m256 tl = _mm256_fmadd_ps(_mm256_cvtepi32_ps(lo[r]), sl, _mm256_loadu_ps(total));
+        __m256 th = _mm256_fmadd_ps(_mm256_cvtepi32_ps(hi[r]), sh, _mm256_loadu_ps(total + 8));
+        _mm256_storeu_ps(total, _mm256_fmadd_ps(sum, ol, tl));
+        _mm256_storeu_ps(total + 8, _mm256_fmadd_ps(sum, oh, th));
       }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      __m256i* out = reinterpret_cast<__m256i*>(acc + r * kPanel + b * kBlock);
-      _mm256_storeu_si256(out, lo[r]);
-      _mm256_storeu_si256(out + 1, hi[r]);
     }
   }
 }
 
 #define TILE_512(NAME, TARGET, DOT)                                                                        \
   template <int R>                                                                                         \
-  __attribute__((target(TARGET))) void NAME(const int32_t* x, const int8_t* w0, const int8_t* w1,          \
-                                            int64_t pairs, int32_t* acc) {                                 \
-    __m512i a[R], b[R];                                                                                    \
-    _Pragma("GCC unroll 6") for (int r = 0; r < R; ++r) a[r] = b[r] = _mm512_setzero_si512();              \
-    for (int64_t p = 0; p < pairs; ++p) {                                                                  \
-      const __m512i va =                                                                                   \
-          _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w0 + p * kPanel)));     \
-      const __m512i vb =                                                                                   \
-          _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w1 + p * kPanel)));     \
+  __attribute__((target(TARGET))) void NAME(Packed x, Block a, Block b, int64_t groups, float* out) {      \
+    __m512 ta[R], tb[R];                                                                                   \
+    _Pragma("GCC unroll 6") for (int r = 0; r < R; ++r) ta[r] = tb[r] = _mm512_setzero_ps();               \
+    for (int64_t g = 0; g < groups; ++g) {                                                                 \
+      __m512i ia[R], ib[R];                                                                                \
+      _Pragma("GCC unroll 6") for (int r = 0; r < R; ++r) ia[r] = ib[r] = _mm512_setzero_si512();          \
+      const int32_t* pairs = x.pairs + g * kPairs * R;                                                     \
+      const __m256i* la = reinterpret_cast<const __m256i*>(a.q + g * kPairs * kPanel);                     \
+      const __m256i* lb = reinterpret_cast<const __m256i*>(b.q + g * kPairs * kPanel);                     \
+      for (int p = 0; p < kPairs; ++p) {                                                                   \
+        const __m512i wa = _mm512_cvtepi8_epi16(_mm256_loadu_si256(la + p));                               \
+        const __m512i wb = _mm512_cvtepi8_epi16(_mm256_loadu_si256(lb + p));                               \
+        _Pragma("GCC unroll 6") for (int r = 0; r < R; ++r) {                                              \
+          const __m512i v = _mm512_set1_epi32(pairs[p * R + r]);                                           \
+          ia[r] = DOT(ia[r], wa, v);                                                                       \
+          ib[r] = DOT(ib[r], wb, v);                                                                       \
+        }                                                                                                  \
+      }                                                                                                    \
+      const __m512 sa = _mm512_loadu_ps(a.scales + g * kPanel);                                            \
+      const __m512 sb = _mm512_loadu_ps(b.scales + g * kPanel);                                            \
+      const __m512 oa = _mm512_loadu_ps(a.scales + g * kPanel + kBlock);                                   \
+      const __m512 ob = _mm512_loadu_ps(b.scales + g * kPanel + kBlock);                                   \
       _Pragma("GCC unroll 6") for (int r = 0; r < R; ++r) {                                                \
-        const __m512i v = _mm512_set1_epi32(x[p * R + r]);                                                 \
-        a[r] = DOT(a[r], va, v);                                                                           \
-        b[r] = DOT(b[r], vb, v);                                                                           \
+        const __m512 sum = _mm512_set1_ps(x.sums[g * R + r]);                                              \
+        ta[r] = _mm512_fmadd_ps(sum, oa, _mm512_fmadd_ps(_mm512_cvtepi32_ps(ia[r]), sa, ta[r]));           \
+        tb[r] = _mm512_fmadd_ps(sum, ob, _mm512_fmadd_ps(_mm512_cvtepi32_ps(ib[r]), sb, tb[r]));           \
       }                                                                                                    \
     }                                                                                                      \
     _Pragma("GCC unroll 6") for (int r = 0; r < R; ++r) {                                                  \
-      _mm512_storeu_si512(acc + r * kPanel, a[r]);                                                         \
-      _mm512_storeu_si512(acc + r * kPanel + kBlock, b[r]);                                                \
+      _mm512_storeu_ps(out + r * kPanel, ta[r]);                                                           \
+      _mm512_storeu_ps(out + r * kPanel + kBlock, tb[r]);                                                  \
     }                                                                                                      \
   }
 
@@ -117,7 +159,7 @@ enum Isa { kPlain, kAvx2, kAvx512, kVnni, kIsas };
 
 bool runs_here(int isa) {
 #if defined(__x86_64__)
-  if (isa == kAvx2) return __builtin_cpu_supports("avx2");
+  if (isa == kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (isa == kAvx512) return __builtin_cpu_supports("avx512bw");
   if (isa == kVnni) return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni");
 #endif
@@ -139,8 +181,8 @@ const TileFn* tiles_of(int isa) {
 
 // ---- float parts, one row at a time ----------------------------------------------------------------------
 
-// Quantizes x[0, k) into out (k rounded up to even) and returns the scale. A row that holds NaN or infinity
-// gets a scale that is not finite, so its outputs are not finite either.
+// Quantizes x[0, k) into out, padded with zeros to whole groups, and returns the scale. A row that holds NaN
+// or infinity gets a scale that is not finite, so its outputs are not finite either.
 CLONES float quantize_row(const float* x, int64_t k, int16_t* out) {
   int32_t largest = 0;  // the order of the bit patterns of non-negative floats is that of the floats
   for (int64_t i = 0; i < k; ++i) {
@@ -152,14 +194,14 @@ CLONES float quantize_row(const float* x, int64_t k, int16_t* out) {
   std::memcpy(&amax, &largest, sizeof amax);
   if (amax < 1e-30f) amax = 1e-30f;  // a row of zeros; the inverse below must stay finite
   const float inverse = static_cast<float>(kLevels) / amax;
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
+  constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
   for (int64_t i = 0; i < k; ++i) {
     const float rounded = x[i] * inverse + magic;
     int32_t bits;
     std::memcpy(&bits, &rounded, sizeof bits);
     out[i] = static_cast<int16_t>(bits);
   }
-  if (k % 2) out[k] = 0;
+  for (int64_t i = k; i % kGroup; ++i) out[i] = 0;
   return amax / static_cast<float>(kLevels);
 }
 
@@ -189,19 +231,20 @@ CLONES void swiglu(const float* gate, const float* up, int n, float* h) {
   }
 }
 
-CLONES void scale_row(const float* acc, const float* channel, float row, int n, float* out) {
-  for (int i = 0; i < n; ++i) out[i] = acc[i] * channel[i] * row;
+CLONES void scale_row(const float* x, float row, int n, float* out) {
+  for (int i = 0; i < n; ++i) out[i] = x[i] * row;
 }
 
 CLONES void add_scaled(const float* x, float weight, int64_t n, float* out) {
   for (int64_t i = 0; i < n; ++i) out[i] += weight * x[i];
 }
 
-CLONES void to_float(const int32_t* acc, int n, bool first, float* out) {
-  if (first)
-    for (int i = 0; i < n; ++i) out[i] = static_cast<float>(acc[i]);
-  else
-    for (int i = 0; i < n; ++i) out[i] += static_cast<float>(acc[i]);
+CLONES void group_sums(const int16_t* x, int64_t groups, int stride, float* out) {
+  for (int64_t g = 0; g < groups; ++g) {
+    int32_t sum = 0;
+    for (int i = 0; i < kGroup; ++i) sum += x[g * kGroup + i];
+    out[g * stride] = static_cast<float>(sum);
+  }
 }
 
 // ---- shared by both entry points -------------------------------------------------------------------------
@@ -211,29 +254,49 @@ struct Tile {
   int rows;
 };
 
-// Quantizes a tile's rows (row r of the tile is at row_at(first + r)) into [pairs][rows] order.
-template <class RowAt>
-void pack_tile(const Tile& tile, int64_t k, RowAt row_at, int32_t* packed, float* scales) {
-  const int64_t pairs = (k + 1) / 2;
-  std::vector<int16_t> line(2 * pairs);
-  for (int r = 0; r < tile.rows; ++r) {
-    scales[tile.first + r] = quantize_row(row_at(tile.first + r), k, line.data());
-    for (int64_t p = 0; p < pairs; ++p)
-      std::memcpy(packed + p * tile.rows + r, &line[2 * p], sizeof(int32_t));
-  }
-}
+int64_t groups_of(int64_t k) { return (k + kGroup - 1) / kGroup; }
+int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-// sums[rows][32] = the panel's products with a packed tile, before scales.
-void panel_product(const TileFn* tiles, const Tile& tile, const int32_t* packed, const int8_t* panel,
-                   int64_t pairs, float* sums) {
-  alignas(64) int32_t acc[kRows * kPanel];
-  const int8_t* second = panel + pairs * kPanel;
-  for (int64_t p = 0; p < pairs; p += kChunk) {
-    const int64_t n = std::min(kChunk, pairs - p);
-    tiles[tile.rows - 1](packed + p * tile.rows, panel + p * kPanel, second + p * kPanel, n, acc);
-    to_float(acc, tile.rows * kPanel, p == 0, sums);
+// Quantized rows of a product, in tiles.
+struct Rows {
+  Rows(int64_t rows, int64_t k)
+      : k(k), groups(groups_of(k)), pairs(rows * groups * kPairs), sums(rows * groups), scales(rows) {}
+
+  int64_t k, groups;
+  std::vector<int32_t> pairs;
+  std::vector<float> sums, scales;
+
+  Packed at(const Tile& tile) const {
+    return {&pairs[tile.first * groups * kPairs], &sums[tile.first * groups]};
   }
-}
+
+  // Quantizes the tile's rows; row_at(first + r) is where its row r lies.
+  template <class RowAt>
+  void pack(const Tile& tile, RowAt row_at) {
+    std::vector<int16_t> line(groups * kGroup);
+    int32_t* out = &pairs[tile.first * groups * kPairs];
+    for (int r = 0; r < tile.rows; ++r) {
+      scales[tile.first + r] = quantize_row(row_at(tile.first + r), k, line.data());
+      group_sums(line.data(), groups, tile.rows, &sums[tile.first * groups + r]);
+      for (int64_t p = 0; p < groups * kPairs; ++p)
+        std::memcpy(out + p * tile.rows + r, &line[2 * p], sizeof(int32_t));
+    }
+  }
+};
+
+// A matrix in panels: weights [panels][2][groups][kPairs][16][2], scales [panels][2][groups][2][16].
+struct Matrix {
+  const int8_t* q;
+  const float* scales;
+  int64_t groups;
+
+  // out[rows][32] = the tile times panel j, without the rows' scales.
+  void multiply(const TileFn* tiles, const Tile& tile, const Rows& rows, int64_t j, float* out) const {
+    const int64_t step = groups * kPairs * kPanel, scale_step = groups * kPanel;
+    const Block a{q + 2 * j * step, scales + 2 * j * scale_step};
+    tiles[tile.rows - 1](rows.at(tile), a, {a.q + step, a.scales + scale_step}, groups, out);
+  }
+};
 
 // An expert with work and its range of tiles.
 struct Group {
@@ -273,8 +336,6 @@ Routing sort_by_expert(const int32_t* ids, int64_t choices, int64_t experts) {
   return route;
 }
 
-int64_t panels_of(int64_t n) { return (n + kPanel - 1) / kPanel; }
-
 }  // namespace
 
 extern "C" {
@@ -282,20 +343,17 @@ extern "C" {
 // 1 when instruction set `isa` (0 plain, 1 AVX2, 2 AVX-512, 3 AVX-512 VNNI) runs on this CPU.
 int ratchet_int8_isa_supported(int isa) { return isa >= 0 && isa < kIsas && runs_here(isa) ? 1 : 0; }
 
-// y[m, n] = x[m, k] @ w[n, k].T + bias[n] (bias may be null). w: [panels][2][pairs][16][2], scales: [n].
-void ratchet_int8_linear(int isa, const float* x, int64_t m, int64_t k, const int8_t* w, const float* scales,
+// y[m, n] = x[m, k] @ w[n, k].T + bias[n] (bias may be null).
+void ratchet_int8_linear(int isa, const float* x, int64_t m, int64_t k, const int8_t* q, const float* scales,
                          const float* bias, int64_t n, float* y) {
   const TileFn* tiles = tiles_of(isa);
-  const int64_t pairs = (k + 1) / 2, panels = panels_of(n), count = (m + kRows - 1) / kRows;
-  std::vector<int32_t> packed(m * pairs);
-  std::vector<float> row_scales(m);
+  const int64_t count = (m + kRows - 1) / kRows;
+  const Matrix weights{q, scales, groups_of(k)};
+  Rows rows(m, k);
   const auto tile_at = [&](int64_t t) {
     return Tile{t * kRows, static_cast<int>(std::min<int64_t>(kRows, m - t * kRows))};
   };
-  const auto pack = [&](int64_t t) {
-    const Tile tile = tile_at(t);
-    pack_tile(tile, k, [&](int64_t i) { return x + i * k; }, &packed[tile.first * pairs], row_scales.data());
-  };
+  const auto pack = [&](int64_t t) { rows.pack(tile_at(t), [&](int64_t i) { return x + i * k; }); };
   if (m <= kFew)
     for (int64_t t = 0; t < count; ++t) pack(t);
 #pragma omp parallel
@@ -305,15 +363,15 @@ void ratchet_int8_linear(int isa, const float* x, int64_t m, int64_t k, const in
       for (int64_t t = 0; t < count; ++t) pack(t);
     }
 #pragma omp for schedule(dynamic, 2)
-    for (int64_t j = 0; j < panels; ++j) {
-      alignas(64) float sums[kRows * kPanel];
+    for (int64_t j = 0; j < panels_of(n); ++j) {
+      alignas(64) float products[kRows * kPanel];
       const int width = static_cast<int>(std::min<int64_t>(kPanel, n - j * kPanel));
       for (int64_t t = 0; t < count; ++t) {
         const Tile tile = tile_at(t);
-        panel_product(tiles, tile, &packed[tile.first * pairs], w + j * pairs * 2 * kPanel, pairs, sums);
+        weights.multiply(tiles, tile, rows, j, products);
         for (int r = 0; r < tile.rows; ++r) {
           float* out = y + (tile.first + r) * n + j * kPanel;
-          scale_row(sums + r * kPanel, scales + j * kPanel, row_scales[tile.first + r], width, out);
+          scale_row(products + r * kPanel, rows.scales[tile.first + r], width, out);
           if (bias) add_scaled(bias + j * kPanel, 1.0f, width, out);
         }
       }
@@ -322,11 +380,11 @@ void ratchet_int8_linear(int isa, const float* x, int64_t m, int64_t k, const in
 }
 
 struct Experts {
-  const int8_t* w13;   // [experts][intermediate / 16][gate, up][pairs of hidden][16][2]
-  const float* s13;    // [experts][2][intermediate], gate then up; intermediate is a multiple of 16
-  const int8_t* w2;    // [experts][panels of hidden][2][pairs of intermediate][16][2]
-  const float* s2;     // [experts][hidden]
-  int64_t experts, hidden, intermediate;
+  const int8_t* q13;   // a matrix an expert, inter / 16 panels of 16 gates and their 16 ups
+  const float* s13;
+  const int8_t* q2;    // a matrix an expert, panels of hidden
+  const float* s2;
+  int64_t experts, hidden, inter;  // inter: a multiple of 16
 };
 
 // out[t] = sum over choices c of weights[t, c] * expert[ids[t, c]](x[t]), added in the order of choices;
@@ -336,24 +394,32 @@ int ratchet_int8_experts(int isa, const Experts* e, const float* x, int64_t toke
   for (int64_t i = 0; i < tokens * top_k; ++i)
     if (ids[i] >= e->experts) return 1;
   const TileFn* tiles = tiles_of(isa);
-  const int64_t hidden = e->hidden, inter = e->intermediate;
-  const int64_t pairs1 = (hidden + 1) / 2, pairs2 = inter / 2;
-  const int64_t blocks = inter / kBlock, panels = panels_of(hidden);
+  const int64_t hidden = e->hidden, inter = e->inter;
+  const int64_t groups1 = groups_of(hidden), groups2 = groups_of(inter);
+  const int64_t panels1 = inter / kBlock, panels2 = panels_of(hidden);
+  const auto up_of = [&](int64_t expert) {
+    const int64_t step = expert * panels1 * 2 * groups1 * kPanel;
+    return Matrix{e->q13 + step * kPairs, e->s13 + step, groups1};
+  };
+  const auto down_of = [&](int64_t expert) {
+    const int64_t step = expert * panels2 * 2 * groups2 * kPanel;
+    return Matrix{e->q2 + step * kPairs, e->s2 + step, groups2};
+  };
 
   const Routing route = sort_by_expert(ids, tokens * top_k, e->experts);
   const std::vector<Tile>& work = route.tiles;
-  const std::vector<Group>& groups = route.groups;
+  const std::vector<Group>& active = route.groups;
   const int64_t rows = static_cast<int64_t>(route.source.size()), count = static_cast<int64_t>(work.size());
+  const int64_t tasks1 = static_cast<int64_t>(active.size()) * panels1;
+  const int64_t tasks2 = static_cast<int64_t>(active.size()) * panels2;
   const bool few = rows <= kFew;
-  std::vector<int32_t> packed1(rows * pairs1), packed2(few ? 0 : rows * pairs2);
-  std::vector<float> scales1(rows), scales2(few ? 0 : rows), h(rows * inter), y(rows * hidden);
-  const auto pack1 = [&](int64_t t) {
-    pack_tile(work[t], hidden, [&](int64_t row) { return x + route.source[row] / top_k * hidden; },
-              &packed1[work[t].first * pairs1], scales1.data());
+  Rows inputs(rows, hidden), shared(few ? 0 : rows, inter);
+  std::vector<float> h(rows * inter), y(rows * hidden);
+  const auto pack_input = [&](int64_t t) {
+    inputs.pack(work[t], [&](int64_t row) { return x + route.source[row] / top_k * hidden; });
   };
-  const auto pack2 = [&](int64_t t, int32_t* packed, float* scales) {
-    pack_tile(work[t], inter, [&](int64_t row) { return &h[row * inter]; },
-              packed + work[t].first * pairs2, scales);
+  const auto pack_h = [&](int64_t t, Rows& to) {
+    to.pack(work[t], [&](int64_t row) { return &h[row * inter]; });
   };
   const auto combine = [&](int64_t t) {
     std::fill(out + t * hidden, out + (t + 1) * hidden, 0.0f);
@@ -363,57 +429,52 @@ int ratchet_int8_experts(int isa, const Experts* e, const float* x, int64_t toke
     }
   };
   if (few)
-    for (int64_t t = 0; t < count; ++t) pack1(t);
+    for (int64_t t = 0; t < count; ++t) pack_input(t);
 #pragma omp parallel
   {
     if (!few) {
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < count; ++t) pack1(t);
+      for (int64_t t = 0; t < count; ++t) pack_input(t);
     }
 
 #pragma omp for schedule(dynamic, 2)
-    for (int64_t task = 0; task < static_cast<int64_t>(groups.size()) * blocks; ++task) {
-      const Group& group = groups[task / blocks];
-      const int64_t j = task % blocks;
-      const int8_t* panel = e->w13 + (group.expert * blocks + j) * pairs1 * 2 * kPanel;
-      const float* gate_scale = e->s13 + group.expert * 2 * inter + j * kBlock;
-      alignas(64) float sums[kRows * kPanel], gate[kBlock], up[kBlock];
+    for (int64_t task = 0; task < tasks1; ++task) {
+      const Group& group = active[task / panels1];
+      const int64_t j = task % panels1;
+      const Matrix matrix = up_of(group.expert);
+      alignas(64) float products[kRows * kPanel], both[kPanel];
       for (int64_t t = group.first; t < group.last; ++t) {
-        panel_product(tiles, work[t], &packed1[work[t].first * pairs1], panel, pairs1, sums);
+        matrix.multiply(tiles, work[t], inputs, j, products);
         for (int r = 0; r < work[t].rows; ++r) {
           const int64_t row = work[t].first + r;
-          scale_row(sums + r * kPanel, gate_scale, scales1[row], kBlock, gate);
-          scale_row(sums + r * kPanel + kBlock, gate_scale + inter, scales1[row], kBlock, up);
-          swiglu(gate, up, kBlock, &h[row * inter + j * kBlock]);
+          scale_row(products + r * kPanel, inputs.scales[row], kPanel, both);
+          swiglu(both, both + kBlock, kBlock, &h[row * inter + j * kBlock]);
         }
       }
     }
 
     // With few rows every thread quantizes all of them for itself, which costs less than another barrier.
-    std::vector<int32_t> own_packed(few ? rows * pairs2 : 0);
-    std::vector<float> own_scales(few ? rows : 0);
-    const int32_t* h_packed = few ? own_packed.data() : packed2.data();
-    const float* h_scales = few ? own_scales.data() : scales2.data();
+    Rows own(few ? rows : 0, inter);
     if (few) {
-      for (int64_t t = 0; t < count; ++t) pack2(t, own_packed.data(), own_scales.data());
+      for (int64_t t = 0; t < count; ++t) pack_h(t, own);
     } else {
 #pragma omp for schedule(static)
-      for (int64_t t = 0; t < count; ++t) pack2(t, packed2.data(), scales2.data());
+      for (int64_t t = 0; t < count; ++t) pack_h(t, shared);
     }
+    const Rows& middle = few ? own : shared;
 
 #pragma omp for schedule(dynamic, 2)
-    for (int64_t task = 0; task < static_cast<int64_t>(groups.size()) * panels; ++task) {
-      const Group& group = groups[task / panels];
-      const int64_t j = task % panels;
-      const int8_t* panel = e->w2 + (group.expert * panels + j) * pairs2 * 2 * kPanel;
+    for (int64_t task = 0; task < tasks2; ++task) {
+      const Group& group = active[task / panels2];
+      const int64_t j = task % panels2;
+      const Matrix matrix = down_of(group.expert);
       const int width = static_cast<int>(std::min<int64_t>(kPanel, hidden - j * kPanel));
-      alignas(64) float sums[kRows * kPanel];
+      alignas(64) float products[kRows * kPanel];
       for (int64_t t = group.first; t < group.last; ++t) {
-        panel_product(tiles, work[t], h_packed + work[t].first * pairs2, panel, pairs2, sums);
+        matrix.multiply(tiles, work[t], middle, j, products);
         for (int r = 0; r < work[t].rows; ++r) {
           const int64_t row = work[t].first + r;
-          scale_row(sums + r * kPanel, e->s2 + group.expert * hidden + j * kPanel, h_scales[row], width,
-                    &y[row * hidden + j * kPanel]);
+          scale_row(products + r * kPanel, middle.scales[row], width, &y[row * hidden + j * kPanel]);
         }
       }
     }

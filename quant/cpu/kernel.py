@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quant.cpu import build
-from quant.cpu.quantize import BLOCK, pack, pack_gate_up, pad_last, quantize
+from quant.cpu.quantize import BLOCK, GROUP, PANEL, pack, pack_gate_up, quantize
 
 
 class Isa(IntEnum):
@@ -31,45 +32,43 @@ class Isa(IntEnum):
 
 @dataclass(slots=True, frozen=True)
 class LinearWeights:
-    """One matrix: int8 in the kernel's order, float32 scales [N]."""
+    """One matrix in the kernel's order (`quantize.pack`) with its number of outputs."""
 
-    weight: Tensor
-    scale: Tensor
+    q: Tensor
+    scales: Tensor
+    outputs: int
 
     @classmethod
     def of(cls, weight: Tensor) -> LinearWeights:
         """From float [N, K]."""
-        q, scale = quantize(weight)
-        return cls(pack(q), scale)
+        return cls(*pack(quantize(weight)), outputs=weight.shape[0])
 
 
 @dataclass(slots=True, frozen=True)
 class ExpertWeights:
-    """All experts of one layer: int8 in the kernel's order, scales s13 [E, 2, I padded], s2 [E, H]."""
+    """All experts of one layer in the kernel's order (`quantize.pack_gate_up` and `quantize.pack`)."""
 
-    w13: Tensor
+    q13: Tensor
     s13: Tensor
-    w2: Tensor
+    q2: Tensor
     s2: Tensor
 
     @classmethod
     def of(cls, w13: Tensor, w2: Tensor) -> ExpertWeights:
         """From float gate-and-up [E, 2 I, H] and down [E, H, I] matrices."""
-        q13, s13 = quantize(w13)
-        q2, s2 = quantize(w2)
-        s13 = pad_last(s13.view(len(s13), 2, -1), BLOCK).contiguous()
-        return cls(pack_gate_up(q13), s13, pack(pad_last(q2, BLOCK)), s2)
+        padded = functional.pad(w2, (0, -w2.shape[2] % BLOCK))
+        return cls(*pack_gate_up(quantize(w13)), *pack(quantize(padded)))
 
 
 class _ExpertsStruct(ctypes.Structure):
     _fields_ = [
-        ("w13", ctypes.c_void_p),
+        ("q13", ctypes.c_void_p),
         ("s13", ctypes.c_void_p),
-        ("w2", ctypes.c_void_p),
+        ("q2", ctypes.c_void_p),
         ("s2", ctypes.c_void_p),
         ("experts", ctypes.c_int64),
         ("hidden", ctypes.c_int64),
-        ("intermediate", ctypes.c_int64),
+        ("inter", ctypes.c_int64),
     ]
 
 
@@ -100,16 +99,16 @@ class Int8Kernel:
 
     def linear(self, x: Tensor, weights: LinearWeights, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``: float32 [..., K] to [..., N]."""
-        n, k = weights.scale.shape[0], x.shape[-1]
-        rows = _float_rows(x, k, pairs=weights.weight.shape[2])
+        n, k = weights.outputs, x.shape[-1]
+        rows = _float_rows(x, groups=weights.q.shape[2])
         y = torch.empty((rows.shape[0], n), dtype=torch.float32)
         self._linear(
             int(self.isa),
             rows.data_ptr(),
             rows.shape[0],
             k,
-            weights.weight.data_ptr(),
-            weights.scale.data_ptr(),
+            weights.q.data_ptr(),
+            weights.scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
             n,
             y.data_ptr(),
@@ -121,22 +120,26 @@ class Int8Kernel:
 
         `topk_ids` [T, C] names experts, a negative id none; an id past the last expert is a ValueError.
         """
-        count, hidden = weights.s2.shape
-        rows = _float_rows(x, hidden, pairs=weights.w13.shape[3])
+        count, panels, hidden = weights.q13.shape[0], weights.q13.shape[1], x.shape[-1]
+        rows = _float_rows(x, groups=weights.q13.shape[3])
         ids = topk_ids.to(torch.int32).contiguous()
         scores = topk_weights.to(torch.float32).contiguous()
-        if ids.shape != scores.shape or ids.shape[0] != rows.shape[0]:
+        if (
+            ids.shape != scores.shape
+            or ids.shape[0] != rows.shape[0]
+            or -(-hidden // PANEL) != weights.q2.shape[1]
+        ):
             raise ValueError(
                 f"ids {list(ids.shape)} and weights {list(scores.shape)} do not fit {list(x.shape)}"
             )
         layer = _ExpertsStruct(
-            weights.w13.data_ptr(),
+            weights.q13.data_ptr(),
             weights.s13.data_ptr(),
-            weights.w2.data_ptr(),
+            weights.q2.data_ptr(),
             weights.s2.data_ptr(),
             count,
             hidden,
-            weights.s13.shape[2],
+            panels * BLOCK,
         )
         y = torch.empty_like(rows)
         failed = self._experts(
@@ -154,10 +157,13 @@ class Int8Kernel:
         return y
 
 
-def _float_rows(x: Tensor, k: int, pairs: int) -> Tensor:
-    """`x` as contiguous float32 rows; raises ValueError when it does not fit the weights."""
-    if x.dtype is not torch.float32 or x.shape[-1] != k or (k + 1) // 2 != pairs:
-        raise ValueError(f"activations {x.dtype} {list(x.shape)} do not fit weights with {2 * pairs} inputs")
+def _float_rows(x: Tensor, groups: int) -> Tensor:
+    """`x` as contiguous float32 rows; raises ValueError when it does not fit weights of so many groups."""
+    k = x.shape[-1]
+    if x.dtype is not torch.float32 or -(-k // GROUP) != groups:
+        raise ValueError(
+            f"activations {x.dtype} {list(x.shape)} do not fit weights of {groups} groups of {GROUP}"
+        )
     return x.reshape(-1, k).contiguous()
 
 

@@ -40,7 +40,7 @@ def method_for(layer: Module, *, router: bool) -> Any:
 
 
 class Int8LinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """A linear layer: `weight` int8 in the kernel's order, `weight_scale` per output channel."""
+    """A linear layer: `weight` int8 and `weight_scales` in the kernel's order."""
 
     uses_meta_device = True
 
@@ -74,11 +74,13 @@ class Int8LinearMethod(LinearMethodBase):  # type: ignore[misc]
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
             raise NotImplementedError("cpu_int8 does not serve models with latent attention (MLA)")
         made = LinearWeights.of(layer.weight.data)
-        replace_parameter(layer, "weight", made.weight)
-        replace_parameter(layer, "weight_scale", made.scale)
+        layer.int8_outputs = made.outputs
+        replace_parameter(layer, "weight", made.q)
+        replace_parameter(layer, "weight_scales", made.scales)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self._kernel.linear(x, LinearWeights(layer.weight, layer.weight_scale), bias)
+        weights = LinearWeights(layer.weight, layer.weight_scales, layer.int8_outputs)
+        return self._kernel.linear(x, weights, bias)
 
 
 class Int8HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
@@ -95,15 +97,16 @@ class Int8HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         if layer.weight.dtype is torch.int8:
             return
         made = LinearWeights.of(layer.weight.data)
-        if getattr(layer, "tied", False):
-            _set(layer, "qweight", made.weight)
+        layer.int8_outputs = made.outputs
+        if layer.tied:
+            _set(layer, "qweight", made.q)
         else:
-            replace_parameter(layer, "weight", made.weight)
-        _set(layer, "weight_scale", made.scale)
+            replace_parameter(layer, "weight", made.q)
+        _set(layer, "weight_scales", made.scales)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight = layer.qweight if layer.tied else layer.weight
-        return self._kernel.linear(x, LinearWeights(weight, layer.weight_scale), bias)
+        q = layer.qweight if layer.tied else layer.weight
+        return self._kernel.linear(x, LinearWeights(q, layer.weight_scales, layer.int8_outputs), bias)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
@@ -152,10 +155,10 @@ class Int8ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if layer.apply_router_weight_on_input:
             raise NotImplementedError("cpu_int8 does not serve experts whose inputs the router scales")
         made = ExpertWeights.of(layer.w13_weight.data, layer.w2_weight.data)
-        replace_parameter(layer, "w13_weight", made.w13)
-        replace_parameter(layer, "w13_scale", made.s13)
-        replace_parameter(layer, "w2_weight", made.w2)
-        replace_parameter(layer, "w2_scale", made.s2)
+        replace_parameter(layer, "w13_weight", made.q13)
+        replace_parameter(layer, "w13_scales", made.s13)
+        replace_parameter(layer, "w2_weight", made.q2)
+        replace_parameter(layer, "w2_scales", made.s2)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         return FUSED_MOE_UNQUANTIZED_CONFIG
@@ -171,7 +174,7 @@ class Int8ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> Tensor:
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids.long()]
-        weights = ExpertWeights(layer.w13_weight, layer.w13_scale, layer.w2_weight, layer.w2_scale)
+        weights = ExpertWeights(layer.w13_weight, layer.w13_scales, layer.w2_weight, layer.w2_scales)
         return self._kernel.experts(x, weights, topk_weights, topk_ids)
 
 
