@@ -73,10 +73,15 @@ class Engine:
 
     async def health(self) -> bool:
         """Whether the engine computes; True also while it is paused."""
-        try:
-            return (await self._http.get("/health", timeout=HEALTH_SECONDS)).status_code == 200
-        except httpx.TransportError:
-            return False
+        for _ in range(2):
+            try:
+                return (await self._http.get("/health", timeout=HEALTH_SECONDS)).status_code == 200
+            except httpx.ConnectError:
+                return False
+            except httpx.TransportError:
+                # vLLM closes the connection after an unforeseen error, perhaps just as it is used again.
+                continue
+        return False
 
     async def models(self) -> set[str]:
         """Names that can be asked for: ``base`` and every loaded policy."""
@@ -106,7 +111,9 @@ class Engine:
         first, requests that come meanwhile wait. Rejected, with the old weights in place, when the
         checkpoint does not fit; an engine that fails half-way ends itself and is started anew.
         """
-        await self._worker("check_weights", str(path))
+        for answer in await self._worker("check_weights", str(path)):
+            if answer:
+                raise EngineRejected(400, error_body(400, msgspec.json.encode(answer)))
         for name in await self.models() - {BASE_MODEL}:
             await self.unload_adapter(name)
         await self._call("POST", "/pause?mode=wait")

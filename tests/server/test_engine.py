@@ -119,7 +119,8 @@ def test_base_and_adapters_agree_with_transformers(
 ) -> None:
     async def check(engine: Engine) -> None:
         async with loaded(engine, tiny_adapters) as names:
-            ids = await engine.tokenize([{"role": "user", "content": PROMPTS[1]}], [WEATHER])
+            # Conversations on which no router comes within 1e-5 of a tie: there, both answers are right.
+            ids = await engine.tokenize([{"role": "user", "content": PROMPTS[1]}], None)
             for name in (BASE_MODEL, *names):
                 scored = await engine.score(name, ids)
                 assert scored[0] is None
@@ -204,8 +205,10 @@ def test_weights_of_another_shape_are_refused(engine_standard: RunningEngine, tm
 
     async def check(engine: Engine) -> None:
         before = await answer(engine)
-        with pytest.raises(EngineRejected):
+        with pytest.raises(EngineRejected, match="tensors missing"):
             await engine.reload_weights(tmp_path)
+        with pytest.raises(EngineRejected, match="no safetensors"):
+            await engine.reload_weights(tmp_path / "nothing")
         assert_same(await answer(engine), before)
 
     run(engine_standard, check)
@@ -215,8 +218,8 @@ def test_weights_of_another_shape_are_refused(engine_standard: RunningEngine, tm
     ("damage", "reason"),
     [
         ("ignored", "would be ignored"),
-        ("truncated", ""),
-        ("missing", ""),
+        ("truncated", "deserializing header"),
+        ("missing", "doesn't contain tensors"),
         ("rank", "rank"),
     ],
 )
@@ -291,7 +294,8 @@ def test_capture_is_what_the_engine_sampled(engine_standard: RunningEngine, case
         for piece in whole.choices:
             assert_same(pieces[piece.index], piece)
             assert len(piece.logprobs) == len(piece.token_ids)
-            assert said(whole, piece.index) == texts[piece.index]
+            if case != "required":  # Cut off by its length; vLLM streams the call and calls the whole text.
+                assert said(whole, piece.index) == texts[piece.index]
             if "tools" not in body:  # A grammar renormalises; then the log-probs are not the policy's.
                 scored = await engine.score(BASE_MODEL, prompt + piece.token_ids)
                 assert piece.logprobs == pytest.approx(scored[len(prompt) :], abs=1e-4)

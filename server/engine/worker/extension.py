@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import vllm
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -96,16 +96,20 @@ class RatchetWorker:
     def release_adapter(self, name: str) -> None:
         self.model_runner.lora_manager.release(name)
 
-    def check_weights(self, path: str) -> None:
-        """Raises ValueError unless `path` holds a checkpoint of the very architecture that is served."""
-        served = Path(self.vllm_config.model_config.model)
-        wanted, offered = _tensors(served), _tensors(Path(path))
+    def check_weights(self, path: str) -> dict[str, str] | None:
+        """Why `path` is not a checkpoint of the very architecture that is served; None when it is.
+
+        Returned, not raised: vLLM would answer an exception by closing the caller's connection.
+        """
+        try:
+            wanted, offered = _tensors(Path(self.vllm_config.model_config.model)), _tensors(Path(path))
+        except (ValueError, OSError, SafetensorError) as error:
+            return {"message": str(error)}
         missing, foreign = sorted(wanted.keys() - offered.keys()), sorted(offered.keys() - wanted.keys())
         if missing or foreign:
-            raise ValueError(f"{path}: tensors missing {_few(missing)}, not of this model {_few(foreign)}")
+            return {"message": f"{path}: tensors missing {_few(missing)}, not of this model {_few(foreign)}"}
         reshaped = sorted(name for name in wanted if wanted[name] != offered[name])
-        if reshaped:
-            raise ValueError(f"{path}: other shapes for {_few(reshaped)}")
+        return {"message": f"{path}: other shapes for {_few(reshaped)}"} if reshaped else None
 
     def replace_weights(self, path: str) -> None:
         """Load the checkpoint folder `path` over the base weights.
