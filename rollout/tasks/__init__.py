@@ -37,11 +37,13 @@ def generate(seed: int, split: str, domain: str = "tool_use") -> Task:
 
 def from_id(task_id: str) -> Task:
     """The task that ``metadata.task`` names. Raises ValueError when it names none."""
-    domain, _, rest = task_id.partition("/")
-    split, _, seed = rest.partition("/")
+    domain, split, family, seed = ([*task_id.split("/"), "", "", ""])[:4]
     if not seed.isdecimal():
-        raise ValueError(f"{task_id!r} is not DOMAIN/SPLIT/SEED")
-    return generate(int(seed), split, domain)
+        raise ValueError(f"{task_id!r} is not DOMAIN/SPLIT/FAMILY/SEED")
+    task = generate(int(seed), split, domain)
+    if task.id != task_id:
+        raise ValueError(f"{task_id!r} is no task: number {seed} of {split} is of family {task.family}")
+    return task
 
 
 def demonstration(task: Task) -> list[dict[str, Any]]:

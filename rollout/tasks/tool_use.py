@@ -102,7 +102,7 @@ def generate(seed: int, split: str) -> Task:
     draft = family.make(Draw(rng, split))
     turns = [[Call(name=tool, arguments=arguments) for tool, arguments in turn] for turn in draft.turns]
     return Task(
-        id=f"{NAME}/{split}/{seed}",
+        id=f"{NAME}/{split}/{name}/{seed}",
         domain=NAME,
         split=split,
         family=name,

@@ -63,7 +63,7 @@ def test_turns_share_a_trajectory_and_carry_the_tool_results() -> None:
     seed = next(s for s in range(999) if generate(s, "train").family == "price_convert")
     run(api, seed, Ask(), "t9")
     assert [body["metadata"]["trajectory_id"] for body in api.bodies] == ["t9"] * 3
-    assert api.bodies[0]["metadata"]["task"] == f"tool_use/train/{seed}"
+    assert api.bodies[0]["metadata"]["task"] == generate(seed, "train").id
     roles = [message["role"] for message in api.bodies[2]["messages"]]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "tool"]
     assert set(json.loads(api.bodies[1]["messages"][-1]["content"])) == {"usd"}

@@ -47,16 +47,26 @@ def rendered(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str
 
 def test_a_seed_gives_the_same_task_for_ever() -> None:
     assert generate(7, "train") == generate(7, "train")
-    assert from_id("tool_use/held_out/12") == generate(12, "held_out")
+    task = generate(12, "held_out")
+    assert task.id == f"tool_use/held_out/{task.family}/12"
+    assert from_id(task.id) == task
     # Pinned: a change of the generator changes every published figure, so it must be meant.
     assert question(generate(0, "train")) == PINNED_TRAIN
     assert question(generate(0, "held_out")) == PINNED_HELD_OUT
 
 
-@pytest.mark.parametrize("bad", ["tool_use/train/x", "tool_use/test/1", "nothing/train/1", ""])
+@pytest.mark.parametrize(
+    "bad", ["tool_use/train/timer/x", "tool_use/test/timer/1", "nothing/train/timer/1", "tool_use/train/1", ""]
+)
 def test_an_id_that_names_no_task_is_refused(bad: str) -> None:
     with pytest.raises(ValueError, match=r"unknown|not DOMAIN"):
         from_id(bad)
+
+
+def test_an_id_whose_family_is_another_is_refused() -> None:
+    wrong = "mail" if generate(1, "train").family != "mail" else "timer"
+    with pytest.raises(ValueError, match="is of family"):
+        from_id(f"tool_use/train/{wrong}/1")
 
 
 def test_the_splits_share_no_question_and_no_value() -> None:
