@@ -37,9 +37,10 @@ def generate(seed: int, split: str, domain: str = "tool_use") -> Task:
 
 def from_id(task_id: str) -> Task:
     """The task that ``metadata.task`` names. Raises ValueError when it names none."""
-    domain, split, family, seed = ([*task_id.split("/"), "", "", ""])[:4]
-    if not seed.isdecimal():
+    parts = task_id.split("/")
+    if len(parts) != 4 or not parts[3].isdecimal():
         raise ValueError(f"{task_id!r} is not DOMAIN/SPLIT/FAMILY/SEED")
+    domain, split, _, seed = parts
     task = generate(int(seed), split, domain)
     if task.id != task_id:
         raise ValueError(f"{task_id!r} is no task: number {seed} of {split} is of family {task.family}")

@@ -29,8 +29,7 @@ POOLS: dict[str, tuple[list[str], list[str]]] = {
         "desk, printer, umbrella, bicycle, camera, mirror, hammer, teapot",
     ),
     "subject": _pool(
-        "budget, lunch, roadmap, photos, meeting notes, new office, party, travel costs, "
-        "survey, website",
+        "budget, lunch, roadmap, photos, meeting notes, new office, party, travel costs, survey, website",
         "invoice, contract, road trip, exam, garden",
     ),
     "event": _pool(

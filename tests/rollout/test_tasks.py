@@ -56,7 +56,8 @@ def test_a_seed_gives_the_same_task_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["tool_use/train/timer/x", "tool_use/test/timer/1", "nothing/train/timer/1", "tool_use/train/1", ""]
+    "bad",
+    ["tool_use/train/timer/x", "tool_use/test/timer/1", "nothing/train/timer/1", "tool_use/train/1", ""],
 )
 def test_an_id_that_names_no_task_is_refused(bad: str) -> None:
     with pytest.raises(ValueError, match=r"unknown|not DOMAIN"):
