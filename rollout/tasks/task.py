@@ -33,8 +33,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One task of one domain, whole: what is asked, the world it is asked in, and what is right."""
 
     id: str
-    """``DOMAIN/SPLIT/FAMILY/SEED``: what callers send as ``metadata.task``. The learner takes the path before the
-    last part for the kind of task, so tasks of one family share a baseline."""
+    """``DOMAIN/SPLIT/FAMILY/SEED``: what callers send as ``metadata.task``. The learner takes the path
+    before the last part for the kind of task, so tasks of one family share a baseline."""
     domain: str
     split: str
     family: str

@@ -54,7 +54,7 @@ def test_a_completion_is_its_prompt_and_its_sampled_ids(filled: Store) -> None:
 
 def test_joined_turns_are_one_sequence_with_tool_results_masked(filled: Store) -> None:
     add(filled, "c1", trajectory_id="t")
-    turn = {"trajectory_id": "t", "turn": 1, "joint": Joint.JOINED}
+    turn: dict[str, Any] = {"trajectory_id": "t", "turn": 1, "joint": Joint.JOINED}
     add(filled, "c2", **turn, prompt_token_ids=[1, 2, 3, 4, 11, 12, 13, 50, 51])
     with filled.write() as tx:
         outcomes.record(tx, rows.outcome("o", trajectory_id="t", value=1.0))
@@ -80,7 +80,7 @@ def test_a_break_begins_another_sequence(filled: Store) -> None:
 def test_the_choice_that_the_conversation_took_is_trained(filled: Store) -> None:
     choices = [rows.choice(0, [11]), rows.choice(1, [21, 22])]
     add(filled, "c1", trajectory_id="t", choices=choices)
-    joined = {"turn": 1, "joint": Joint.JOINED, "prompt_token_ids": [1, 2, 3, 4, 21, 22, 5]}
+    joined: dict[str, Any] = {"turn": 1, "joint": Joint.JOINED, "prompt_token_ids": [1, 2, 3, 4, 21, 22, 5]}
     add(filled, "c2", trajectory_id="t", **joined)
     with filled.write() as tx:
         outcomes.record(tx, rows.outcome("o", trajectory_id="t", value=1.0))
@@ -92,7 +92,11 @@ def test_the_choice_that_the_conversation_took_is_trained(filled: Store) -> None
 
 def test_an_untrainable_turn_stays_as_context(filled: Store) -> None:
     add(filled, "c1", trajectory_id="t", trainable=False, untrainable_reason="top_p")
-    joined = {"turn": 1, "joint": Joint.JOINED, "prompt_token_ids": [1, 2, 3, 4, 11, 12, 13, 5]}
+    joined: dict[str, Any] = {
+        "turn": 1,
+        "joint": Joint.JOINED,
+        "prompt_token_ids": [1, 2, 3, 4, 11, 12, 13, 5],
+    }
     add(filled, "c2", trajectory_id="t", **joined)
     with filled.write() as tx:
         outcomes.record(tx, rows.outcome("o", trajectory_id="t", value=1.0))

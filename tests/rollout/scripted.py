@@ -143,10 +143,9 @@ class Service:
         turn = sum(message["role"] == "assistant" for message in body["messages"])
         if hardness(task.id) >= self.skills[policy]:
             return {"role": "assistant", "content": "I do not know."}
-        answers: list[dict[str, Any]] = [
-            message for message in demonstration(task) if message["role"] == "assistant"
-        ]
-        return answers[turn]
+        answers = [message for message in demonstration(task) if message["role"] == "assistant"]
+        answer: dict[str, Any] = answers[turn]
+        return answer
 
 
 def _refusal(status: int, message: str) -> Response:

@@ -74,7 +74,7 @@ def test_a_whole_body_gives_the_same_record_as_its_stream() -> None:
     recorder = Recorder(request())
     recorder.prompt([7, 8])
     recorder.pieces([Piece(0, [1, 2, 3], [-0.5] * 3)])
-    message = {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": []}
+    message: dict[str, Any] = {"role": "assistant", "content": "hello", "refusal": None, "tool_calls": []}
     recorder.body({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
     assert finished(recorder) == finished(streamed())
 

@@ -53,9 +53,13 @@ def turn(renderer: PromptRenderer, sampled: str, finish: str, message: dict[str,
 def test_renders_as_transformers_does(renderer: PromptRenderer, tiny_tokenizer: Path) -> None:
     from transformers import AutoTokenizer
 
-    messages = [*ASKED, ANSWER, RESULT]
-    parsed = [*ASKED, {**ANSWER, "content": "", "tool_calls": [json.loads(json.dumps(CALL))]}, RESULT]
-    parsed[2]["tool_calls"][0]["function"]["arguments"] = {"a": 1}  # type: ignore[index]
+    messages: list[dict[str, Any]] = [*ASKED, ANSWER, RESULT]
+    parsed: list[dict[str, Any]] = [
+        *ASKED,
+        {**ANSWER, "content": "", "tool_calls": [json.loads(json.dumps(CALL))]},
+        RESULT,
+    ]
+    parsed[2]["tool_calls"][0]["function"]["arguments"] = {"a": 1}
     theirs = AutoTokenizer.from_pretrained(tiny_tokenizer).apply_chat_template(
         parsed, tools=TOOLS, add_generation_prompt=True, return_dict=False
     )

@@ -36,10 +36,10 @@ def test_three_turns_with_tools_are_one_sequence(deployment: Deployment, named: 
     for turn in range(3):
         raw = deployment.client().chat.completions.with_raw_response.create(
             model="ratchet",
-            messages=messages,
+            messages=messages,  # type: ignore[arg-type]
             max_tokens=96,
             store=True,
-            **options,  # type: ignore[arg-type]
+            **options,
         )
         name = raw.headers["x-trajectory-id"]
         answer = raw.parse().choices[0]

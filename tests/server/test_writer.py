@@ -89,7 +89,7 @@ def test_work_nobody_waits_for_any_more_is_still_done(store: Store) -> None:
 
     async def main() -> None:
         first = asyncio.ensure_future(writer.run(blocked))
-        left = asyncio.ensure_future(writer.run(add("left")))  # type: ignore[arg-type]
+        left: asyncio.Future[None] = asyncio.ensure_future(writer.run(add("left")))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         writer.start()
         left.cancel()
