@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rollout import artifacts
 from rollout.config import EngineConfig, ModelConfig, arguments, read, section
 from server.engine.client import Engine
 from tests.fixtures.engines import RunningEngine
@@ -73,14 +74,21 @@ def setting(args: argparse.Namespace) -> Setting:
         say(f"building {path}")
         command = [sys.executable, "-m", "learner", "build", "--config", str(args.config)]
         subprocess.run([*command, *(f"--set={text}" for text in args.overrides)], check=True)
-    warm = Path(model.warm_start) if model.warm_start else None
     return Setting(
         config=args.config,
         overrides=args.overrides,
         model=path.resolve(),
         engine=section(document, "engine", EngineConfig),
-        warm_start=warm.resolve() if warm and (warm / "adapter_config.json").exists() else None,
+        warm_start=_warm_start(model.warm_start, path),
     )
+
+
+def _warm_start(configured: str | None, model: Path) -> Path | None:
+    """The deployment's first adapter, when there is one and it was made for this model."""
+    if configured is None or not (Path(configured) / "manifest.json").exists():
+        return None
+    manifest = json.loads((Path(configured) / "manifest.json").read_text())
+    return Path(configured).resolve() if manifest["base"] == artifacts.base_id(model) else None
 
 
 @contextmanager
@@ -125,7 +133,7 @@ def adapter(chosen: Setting) -> Iterator[Path]:
         yield chosen.warm_start
         return
     with tempfile.TemporaryDirectory(prefix="bench-adapter-") as scratch:
-        say("no warm start: measuring with a random adapter")
+        say("no warm start for this model: measuring with a random adapter")
         write_random_adapter(Path(scratch), chosen.model, chosen.engine)
         yield Path(scratch)
 
