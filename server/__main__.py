@@ -21,11 +21,11 @@ def serve() -> None:
         create_app(parts),
         host=parts.config.host,
         port=parts.config.port,
-        loop="uvloop",
         http="httptools",
         access_log=False,
         log_config=None,
         timeout_graceful_shutdown=10,
+        timeout_keep_alive=parts.config.keep_alive_s,
     )
 
 

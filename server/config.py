@@ -8,6 +8,9 @@ from rollout.config import Section
 class GatewayConfig(Section):
     host: str = "127.0.0.1"
     port: int = 8000
+    keep_alive_s: int = 120
+    """How long an idle connection is kept. Longer than clients keep theirs, or a request that they send just
+    when it is closed is lost: the official client gives an idle connection up after 5 s."""
     policy_hold_s: float = 600.0
     """How long a trajectory stays on the policy it began with."""
     reconcile_s: float = 0.5

@@ -24,7 +24,10 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.platforms import current_platform
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import lora_model_runner_mixin
+
+from server.engine.worker import drafting
 
 VLLM = "0.32."
 """Versions of vLLM that the repairs were written against and tested with."""
@@ -173,6 +176,8 @@ def install() -> None:
 
     for module in (unquantized, unquantized_fused_moe_method):
         _replace(module, "select_unquantized_moe_backend", select, select_without_adapters)
+    expand = rejection_sampler.expand_batch_to_tokens
+    _replace(rejection_sampler, "expand_batch_to_tokens", expand, drafting.expand_batch_to_tokens)
 
 
 def _replace(module: Any, name: str, expected: Any, replacement: Any) -> None:
