@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -93,7 +95,8 @@ def _warm_start(configured: str | None, model: Path) -> Path | None:
 
 @contextmanager
 def engines(chosen: Setting, replicas: Sequence[str]) -> Iterator[dict[str, RunningEngine]]:
-    """Running engines by replica id, all healthy; ended with their processes at the end."""
+    """Running engines by replica id, all healthy; ended with their processes at the end, SIGTERM included."""
+    signal.signal(signal.SIGTERM, _stop)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         home = Path(scratch)
         running = {replica: _start(chosen, home, replica) for replica in replicas}
@@ -106,6 +109,10 @@ def engines(chosen: Setting, replicas: Sequence[str]) -> Iterator[dict[str, Runn
                 engine.supervisor.terminate()
             for engine in running.values():
                 engine.supervisor.wait(60)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _start(chosen: Setting, home: Path, replica: str) -> RunningEngine:

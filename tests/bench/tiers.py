@@ -42,6 +42,9 @@ MIN_REST = 1e-9
 Distribution = Mapping[int, float]
 """Log-probs in nats of the likeliest tokens of one position."""
 
+Positions = list[tuple[Distribution, Distribution]]
+"""Standard's and fast's distribution of each sampled position."""
+
 
 @dataclass(slots=True)
 class Tier:
@@ -60,6 +63,15 @@ def divergence(standard: Distribution, fast: Distribution) -> float:
     rest = max(1 - sum(math.exp(standard[token]) for token in shared), MIN_REST)
     rest_fast = max(1 - sum(math.exp(fast[token]) for token in shared), MIN_REST)
     return total + rest * math.log(rest / rest_fast)
+
+
+def mean_divergence(positions: Positions) -> float:
+    return statistics.fmean(divergence(standard, fast) for standard, fast in positions)
+
+
+def agreement(positions: Positions) -> float:
+    """Share of positions whose likeliest token is the same in both tiers."""
+    return statistics.fmean(likeliest(standard) == likeliest(fast) for standard, fast in positions)
 
 
 def likeliest(distribution: Distribution) -> int:
@@ -114,16 +126,15 @@ async def measure_speed(tiers: dict[str, Tier], rounds: int, tokens: int) -> Non
                 speed = await harness.tokens_per_second(tier.engine, model, load, tokens, seed=number)
                 if number:
                     tier.speeds.setdefault((model, load), []).append(speed)
-        harness.say(f"speed: round {number} of {rounds}")
+        found = [
+            f"{name} {[round(speed[-1]) for speed in tier.speeds.values()]}" for name, tier in tiers.items()
+        ]
+        harness.say(f"speed: round {number} of {rounds}, {', '.join(found) if number else 'not counted'}")
 
 
 def paired(numerator: list[float], denominator: list[float]) -> float:
     """Median over rounds of the ratio within the round."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
-
-
-Positions = list[tuple[Distribution, Distribution]]
-"""Standard's and fast's distribution of each sampled position."""
 
 
 async def measure(
@@ -137,31 +148,33 @@ async def measure(
         http = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600)
         tiers[name] = Tier(engine.client(), http)
         await tiers[name].engine.load_adapter(POLICY, policy)
-    await measure_speed(tiers, args.rounds, args.answer_tokens)
     harness.say(f"quality: sampling {args.tokens} tokens on standard")
     samples = await sample(tiers["standard"].engine, args.tokens)
     standard, fast = [await distributions(tier.http, samples) for tier in tiers.values()]
+    positions = list(zip(standard, fast, strict=True))
+    harness.say(f"quality: KL {mean_divergence(positions):.5f}, top-1 agreement {agreement(positions):.4f}")
+    await measure_speed(tiers, args.rounds, args.answer_tokens)
     for tier in tiers.values():
         await tier.engine.close()
         await tier.http.aclose()
-    return tiers, list(zip(standard, fast, strict=True))
+    return tiers, positions
 
 
 def show(tiers: dict[str, Tier], positions: Positions) -> None:
-    standard, fast = tiers["standard"].speeds, tiers["fast"].speeds
+    standard_speeds, fast_speeds = tiers["standard"].speeds, tiers["fast"].speeds
     rows, gains = [], {}
     for load in LOADS:
         case = (POLICY, load)
-        gains[str(load)] = round(paired(fast[case], standard[case]), 3)
-        speeds = [f"{statistics.median(speed[case]):.1f}" for speed in (standard, fast)]
+        gains[str(load)] = round(paired(fast_speeds[case], standard_speeds[case]), 3)
+        speeds = [f"{statistics.median(speed[case]):.1f}" for speed in (standard_speeds, fast_speeds)]
         rows.append([f"tokens/s, {load} requests", *speeds, f"{gains[str(load)]:.2f}x"])
     adapter = [
-        paired(speed[(POLICY, ADAPTER_LOAD)], speed[(BASE_MODEL, ADAPTER_LOAD)]) for speed in (standard, fast)
+        paired(speed[(POLICY, ADAPTER_LOAD)], speed[(BASE_MODEL, ADAPTER_LOAD)])
+        for speed in (standard_speeds, fast_speeds)
     ]
     rows.append([f"adapter over none, {ADAPTER_LOAD} requests", *(f"{ratio:.2f}" for ratio in adapter), ""])
-    divergences = sorted(divergence(a, b) for a, b in positions)
-    kl = statistics.fmean(divergences)
-    top1 = sum(likeliest(a) == likeliest(b) for a, b in positions) / len(positions)
+    divergences = sorted(divergence(standard, fast) for standard, fast in positions)
+    kl, top1 = statistics.fmean(divergences), agreement(positions)
     rows.append([f"KL per token, {len(positions)} tokens", "", f"{kl:.5f}", ""])
     rows.append(["KL, 99th percentile", "", f"{divergences[int(0.99 * len(divergences))]:.5f}", ""])
     rows.append(["top-1 agreement", "", f"{100 * top1:.2f} %", ""])
