@@ -72,6 +72,22 @@ class _Stopped(BaseException):
         self.number = number
 
 
+class _Stop:
+    """The handler of the stop signals. It raises where the program is; that can be a place where Python drops
+    exceptions (a finalizer, say), so it also remembers, and the loops ask."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        raise _Stopped(number)
+
+    def check(self) -> None:
+        if self.number is not None:
+            raise _Stopped(self.number)
+
+
 def up(deployment: Deployment) -> int:
     """Run the stack until Ctrl-C or SIGTERM. 0 after a stop that was asked for."""
     try:
@@ -101,9 +117,10 @@ def demo(deployment: Deployment, arguments: list[str]) -> int:
 
 def _run(deployment: Deployment, body: Callable[[Stack], int], empty: bool = False) -> int:
     console = Console(highlight=False, soft_wrap=True)
+    stop = _Stop()
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _raise_stopped)
+            signal.signal(number, stop)
     try:
         if not deployment.processes:
             raise UpError(
@@ -115,7 +132,7 @@ def _run(deployment: Deployment, body: Callable[[Stack], int], empty: bool = Fal
             if empty:
                 _empty(deployment.home)
             processes.adopt_orphans()
-            stack = Stack(deployment, console)
+            stack = Stack(deployment, console, stop)
             try:
                 stack.prepare()
                 stack.start()
@@ -130,9 +147,10 @@ def _run(deployment: Deployment, body: Callable[[Stack], int], empty: bool = Fal
 class Stack:
     """The processes of one deployment."""
 
-    def __init__(self, deployment: Deployment, console: Console) -> None:
+    def __init__(self, deployment: Deployment, console: Console, stop: _Stop) -> None:
         self.deployment = deployment
         self.console = console
+        self._stop = stop
         self.watched = [Watched(spec) for spec in deployment.processes]
         self.extra: list[subprocess.Popen[bytes]] = []
         """Children that run once: prepare commands, the demonstration."""
@@ -188,6 +206,7 @@ class Stack:
         self._record.unlink(missing_ok=True)
 
     def _poll(self, ready: bool) -> None:
+        self._stop.check()
         before = [watched.process for watched in self.watched]
         for watched in self.watched:
             code = watched.poll()
@@ -323,7 +342,3 @@ def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-15:]) if log.exists() else ""
-
-
-def _raise_stopped(number: int, frame: FrameType | None) -> None:
-    raise _Stopped(number)

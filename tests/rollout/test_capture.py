@@ -1,3 +1,5 @@
+"""What a record holds of an exchange, whole or streamed, and when it may train."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,3 +1,5 @@
+"""Names of trajectories, the renderer against transformers, and joining turns id for id."""
+
 from __future__ import annotations
 
 import json

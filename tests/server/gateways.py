@@ -237,18 +237,18 @@ def true_fingerprint(
     return Fingerprint(policy=policy_id, parent=parent, prompts=rows)
 
 
-def tool(name: str, *parameters: str) -> dict[str, Any]:
-    """A function tool whose parameters are short choices, so that a forced call ends soon."""
+def tool(name: str, *parameters: str, strict: bool = False) -> dict[str, Any]:
+    """A function tool whose parameters are short choices. Made `strict`, a forced call ends soon."""
     schema = {
         "type": "object",
         "properties": {parameter: {"type": "string", "enum": ["a", "b"]} for parameter in parameters},
         "required": list(parameters),
         "additionalProperties": False,
     }
-    return {
-        "type": "function",
-        "function": {"name": name, "description": f"does {name}", "parameters": schema},
-    }
+    function: dict[str, Any] = {"name": name, "description": f"does {name}", "parameters": schema}
+    if strict:
+        function["strict"] = True
+    return {"type": "function", "function": function}
 
 
 def lines(response: httpx.Response) -> list[Any]:

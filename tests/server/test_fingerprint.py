@@ -1,3 +1,5 @@
+"""The three verdicts on a loaded policy, for every distance from the policy, its parent and the base."""
+
 from __future__ import annotations
 
 import math

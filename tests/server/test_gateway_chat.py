@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["e", "a"]},
     "tools": {"tools": TOOLS},
     "required": {
-        "tools": [tool("clock", "zone")],
+        "tools": [tool("clock", "zone", strict=True)],
         "tool_choice": "required",
         "parallel_tool_calls": False,
         "max_tokens": 96,

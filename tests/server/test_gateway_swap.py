@@ -117,6 +117,7 @@ def test_swaps_under_traffic_lose_nothing_and_trajectories_stay(deployment: Depl
 
     async def traffic() -> tuple[list[tuple[float, str]], float]:
         async with deployment.async_client() as client:
+            await one(client, 1)  # so that there is a prefix to warm
             running = [asyncio.create_task(one(client, i)) for i in range(16)]
             response = await asyncio.to_thread(promote, deployment, policy)
             assert response.status_code == 200, response.text

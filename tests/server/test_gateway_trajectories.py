@@ -11,7 +11,7 @@ from tests.server.gateways import Deployment, tool
 
 pytestmark = pytest.mark.engine
 
-TOOLS = [tool("clock", "zone")]
+TOOLS = [tool("clock", "zone", strict=True)]
 
 
 def ask(deployment: Deployment, messages: list[dict[str, Any]], **options: Any) -> Any:

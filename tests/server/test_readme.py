@@ -19,4 +19,5 @@ def test_the_readmes_python_runs(
     for language, code in BLOCKS:
         if language == "python":
             exec(compile(code, "README.md", "exec"), namespace)
-    assert "ratchet@p000000" in capsys.readouterr().out
+    promoted = deployment.state()["promoted"]
+    assert f"ratchet@{promoted}" in capsys.readouterr().out

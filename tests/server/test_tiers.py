@@ -1,3 +1,5 @@
+"""Model names and tiers as callers write them, and which replica answers."""
+
 from __future__ import annotations
 
 from pathlib import Path

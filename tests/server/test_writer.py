@@ -1,3 +1,5 @@
+"""Group commit: order, failures of one and of all, a full disk, work that nobody waits for any more."""
+
 from __future__ import annotations
 
 import asyncio
