@@ -70,6 +70,7 @@ class Home:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_hears_ctrl_c,
         ) as ratchet:
             try:
                 yield ratchet
@@ -84,6 +85,11 @@ class Home:
             if text in line:
                 return seen
         raise AssertionError(f"ended without {text!r}:\n{seen}")
+
+
+def _hears_ctrl_c() -> None:
+    """In the child: a test run in the background has SIGINT ignored, and `up` would leave it so."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def process(name: str, code: str, *arguments: str) -> str:
