@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 import openai
+from tokenizers import Tokenizer
 
 from rollout import artifacts, config, policies
 from rollout.artifacts import Artifacts
@@ -73,6 +74,12 @@ class Deployment:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def no_whitespace(self) -> dict[str, float]:
+        """``logit_bias`` against tokens of whitespace alone: a grammar lets a random model spin on them."""
+        tokenizer = Tokenizer.from_file(str(self.model_dir / "tokenizer.json"))
+        texts = tokenizer.decode_batch([[i] for i in range(tokenizer.get_vocab_size())])
+        return {str(i): -100.0 for i, text in enumerate(texts) if text and not text.strip()}
 
     def prepare(self) -> None:
         """Migrate and seed, as `ratchet up` does."""

@@ -29,6 +29,7 @@ def trajectory(deployment: Deployment, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("named", [True, False])
 def test_three_turns_with_tools_are_one_sequence(deployment: Deployment, named: bool) -> None:
     options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    options["logit_bias"] = deployment.no_whitespace()
     if named:
         options["metadata"] = {"trajectory_id": "three-turns", "task": "clocks"}
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"What time is it? {named}"}]
