@@ -173,15 +173,20 @@ async def swap(deployment: Deployment, policy_id: str) -> dict[str, Any]:
     return flip
 
 
+async def probes_of(engine: Engine, adapter: Path, folder: Path, count: int) -> list[FingerprintPrompt]:
+    """Of every policy to come. Before the gateway runs: it would unload what it does not know."""
+    probes = []
+    async with engine:
+        for number in range(count):
+            neighbour(adapter, folder, number)
+            probes.append(await probe_of(engine, folder))
+    return probes
+
+
 async def drive(
-    deployment: Deployment, engine: Engine, adapter: Path, args: argparse.Namespace
+    deployment: Deployment, probes: list[FingerprintPrompt], adapter: Path, args: argparse.Namespace
 ) -> tuple[list[Answer], list[dict[str, Any]], list[tuple[float, float]]]:
     """Traffic, with swaps and pauses in it; answers, flips and sham windows."""
-    scratch = deployment.home / "neighbours"
-    probes = []
-    for number in range(args.swaps):
-        neighbour(adapter, scratch, number)
-        probes.append(await probe_of(engine, scratch))
     traffic = Traffic(f"{deployment.url}/v1/chat/completions", deployment.key, args.tokens)
     flips: list[dict[str, Any]] = []
     shams: list[tuple[float, float]] = []
@@ -277,20 +282,15 @@ def run(args: argparse.Namespace) -> None:
         ]
         deployment = Deployment(chosen.config, home, overrides)
         deployment.prepare()
+        engine = running["standard-0"].client()
+        probes = asyncio.run(probes_of(engine, adapter, home / "neighbours", args.swaps))
         with running_gateway(deployment):
-            outcome = asyncio.run(_drive(deployment, running["standard-0"].client(), adapter, args))
+            outcome = asyncio.run(drive(deployment, probes, adapter, args))
     result = summarise(*outcome)
     if result["requests_in_windows"] < ENOUGH:
         harness.say(f"only {result['requests_in_windows']} requests in swap windows; raise --swaps")
     rows = [[name, json.dumps(value)] for name, value in result.items()]
     harness.report("Swaps under load (both tiers together)", rows, ["what", "value"], result)
-
-
-async def _drive(
-    deployment: Deployment, engine: Engine, adapter: Path, args: argparse.Namespace
-) -> tuple[list[Answer], list[dict[str, Any]], list[tuple[float, float]]]:
-    async with engine:
-        return await drive(deployment, engine, adapter, args)
 
 
 def main() -> None:
