@@ -16,11 +16,10 @@ from typing import Any
 import openai
 from openai.types.chat import ChatCompletionChunk
 
+from rollout.records import PRIORITY_HEADER
 from rollout.tasks import Task
 from rollout.tasks.world import World
 from rollout.verifiers import Attempt, Verdict, verify
-
-PRIORITY_HEADER = "x-ratchet-priority"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,9 @@ from typing import Any
 
 import msgspec
 
+PRIORITY_HEADER = "x-ratchet-priority"
+"""Request header by which a caller says that nobody waits for the answer: ``batch``."""
+
 
 class Capture(StrEnum):
     """Which completions of a project are kept. ``store: false`` on a request always wins."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rollout.records import PRIORITY_HEADER
 from server import errors
 from server.tiers import AUTO, STANDARD, Replica
 
-PRIORITY_HEADER = "x-ratchet-priority"
 PRIORITIES = {"interactive": 0, "batch": 10}
 """Header value -> the engine's priority; a smaller number is served earlier."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from rollout import episodes
 from rollout.episodes import Ask, Episode
+from rollout.records import PRIORITY_HEADER
 from rollout.tasks import generate
 from rollout.verifiers import Attempt, verify
 from tests.rollout.scripted import Service
@@ -74,10 +75,10 @@ def test_what_is_asked_is_what_is_sent() -> None:
     run(api, 0, Ask(service_tier="fast", store=False, seed=5, batch=True, temperature=0.5))
     body = api.bodies[0]
     assert (body["service_tier"], body["store"], body["seed"], body["temperature"]) == ("fast", False, 5, 0.5)
-    assert api.headers[0][episodes.PRIORITY_HEADER] == "batch"
+    assert api.headers[0][PRIORITY_HEADER] == "batch"
     run(api, 0, Ask())
     assert "seed" not in api.bodies[-1]
-    assert episodes.PRIORITY_HEADER not in api.headers[-1]
+    assert PRIORITY_HEADER not in api.headers[-1]
 
 
 def test_the_outcome_is_about_the_completion_or_the_trajectory_and_idempotent() -> None:
