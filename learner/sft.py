@@ -53,8 +53,8 @@ class Plan:
 
 def main(argv: list[str]) -> int:
     parser = config.arguments("Learn from demonstrations; write an adapter policy.")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder of the policy")

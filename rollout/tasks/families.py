@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.tasks.values import Draw, later
-from rollout.tasks.world import RATES, UNITS, plain
+from rollout.tasks.world import RATES, plain
 
 Turn = list[tuple[str, dict[str, Any]]]
 CURRENCIES = tuple(RATES)
@@ -27,7 +27,6 @@ class Draft:
     world: dict[str, Any] = field(default_factory=dict)
     answer: str | None = None
     mentions: list[list[str]] = field(default_factory=list)
-    avoids: list[str] = field(default_factory=list)
 
 
 # One turn of calls -----------------------------------------------------------------------------------
@@ -56,25 +55,6 @@ def timer(draw: Draw) -> Draft:
     return Draft(text=text, turns=[[("set_timer", {"minutes": minutes})]])
 
 
-def timer_worked(draw: Draw) -> Draft:
-    hours, minutes = draw.rng.randint(1, 3), draw.number(4, 55)
-    text = draw.wording(
-        [f"Set a timer for {hours} h {minutes} min.", f"Wake me in {hours} h and {minutes} min."],
-        f"Count down {hours} h {minutes} min.",
-    )
-    return Draft(text=text, turns=[[("set_timer", {"minutes": hours * 60 + minutes})]])
-
-
-def weather_and_timer(draw: Draw) -> Draft:
-    city, minutes = draw.one("city"), draw.number(2, 90)
-    text = draw.wording(
-        [f"Check the weather in {city} and set a timer for {minutes} minutes."],
-        f"Give me the weather in {city}, and a {minutes} minute timer.",
-    )
-    calls: Turn = [("get_weather", {"city": city}), ("set_timer", {"minutes": minutes})]
-    return Draft(text=text, turns=[calls], world=_weather_world(city, draw.number(2, 34)))
-
-
 def price(draw: Draw) -> Draft:
     item = draw.one("item")
     text = draw.wording(
@@ -101,27 +81,6 @@ def order(draw: Draw) -> Draft:
         f"I would like {quantity} pieces of the {item}, please order.",
     )
     return Draft(text=text, turns=[[("place_order", {"item": item, "quantity": quantity})]])
-
-
-def order_worked(draw: Draw) -> Draft:
-    item, each, rooms = draw.one("item"), draw.number(2, 8), draw.rng.randint(2, 5)
-    text = draw.wording(
-        [
-            f"Order the {item}, {each} for each of {rooms} rooms.",
-            f"We are {rooms} teams and each needs {each} of the {item}. Order them.",
-        ],
-        f"Buy the {item} for {rooms} offices, {each} per office.",
-    )
-    return Draft(text=text, turns=[[("place_order", {"item": item, "quantity": each * rooms})]])
-
-
-def mail(draw: Draw) -> Draft:
-    to, subject = draw.address(draw.one("name")), draw.one("subject")
-    text = draw.wording(
-        [f"Email {to} about the {subject}.", f"Send a mail to {to}, subject {subject}."],
-        f"Write to {to}. The subject is {subject}.",
-    )
-    return Draft(text=text, turns=[[("send_email", {"to": to, "subject": subject})]])
 
 
 def cancel(draw: Draw) -> Draft:
@@ -155,38 +114,6 @@ def event_worked(draw: Draw) -> Draft:
     return Draft(text=text, turns=[[("add_event", arguments)]])
 
 
-def _product(draw: Draw) -> tuple[str, int]:
-    a, b = draw.number(11, 99), draw.rng.randint(3, 99)
-    sign = draw.rng.choice("+-*")
-    return f"{a} {sign} {b}", {"+": a + b, "-": a - b, "*": a * b}[sign]
-
-
-def total(draw: Draw) -> Draft:
-    expression, _ = _product(draw)
-    text = draw.wording(
-        [f"What is {expression}?", f"Compute {expression}."], f"Work out {expression} for me."
-    )
-    return Draft(text=text, turns=[[("calculate", {"expression": expression})]])
-
-
-def note(draw: Draw) -> Draft:
-    content = f"{draw.one('name')} wants the {draw.one('item')}"
-    text = draw.wording([f"Note: {content}", f"Write down: {content}"], f"Save this note: {content}")
-    return Draft(text=text, turns=[[("add_note", {"text": content})]])
-
-
-def book(draw: Draw) -> Draft:
-    place, friends, time = draw.one("restaurant"), draw.number(2, 9), draw.time()
-    worked = draw.rng.random() < 0.5
-    who = f"me and {friends} friends" if worked else f"{friends} people"
-    text = draw.wording(
-        [f"Book {place} for {who} at {time}.", f"Get a table at {place} at {time} for {who}."],
-        f"Reserve for {who} at {place}, {time}.",
-    )
-    arguments = {"restaurant": place, "people": friends + worked, "time": time}
-    return Draft(text=text, turns=[[("book_table", arguments)]])
-
-
 def transfer(draw: Draw) -> Draft:
     account, to, amount = draw.one("account"), draw.one("name"), draw.number(5, 300)
     text = draw.wording(
@@ -197,17 +124,7 @@ def transfer(draw: Draw) -> Draft:
     return Draft(text=text, turns=[calls], world={"accounts": {account: amount + draw.number(10, 500)}})
 
 
-def units(draw: Draw) -> Draft:
-    value = draw.number(2, 200)
-    source, target = draw.rng.choice(list(UNITS))
-    text = draw.wording(
-        [f"Convert {value} {source} to {target}.", f"How many {target} are {value} {source}?"],
-        f"Express {value} {source} in {target}.",
-    )
-    return Draft(text=text, turns=[[("convert_units", {"value": value, "from": source, "to": target})]])
-
-
-# Two to four turns -----------------------------------------------------------------------------------
+# Two or three turns -----------------------------------------------------------------------------------
 
 
 def price_convert(draw: Draw) -> Draft:
@@ -231,70 +148,6 @@ def price_convert(draw: Draw) -> Draft:
     )
 
 
-def stock_order(draw: Draw) -> Draft:
-    item, wanted = draw.one("item"), draw.number(2, 30)
-    enough = draw.rng.random() < 0.5
-    stock = wanted + draw.rng.randint(1, 40) if enough else draw.rng.randint(0, wanted - 1)
-    text = draw.wording(
-        [f"If there are at least {wanted} of the {item} in stock, order {wanted}."],
-        f"Check the {item}. Order {wanted} if the stock is {wanted} or more.",
-    )
-    look: Turn = [("check_stock", {"item": item})]
-    world = {"stock": {item: stock}}
-    if enough:
-        return Draft(
-            text=text, turns=[look, [("place_order", {"item": item, "quantity": wanted})]], world=world
-        )
-    return Draft(text=text, turns=[look], world=world, answer=f"Only {stock}.", mentions=[[str(stock)]])
-
-
-def order_number(draw: Draw) -> Draft:
-    item, quantity, before = draw.one("item"), draw.number(2, 30), draw.number(100, 900)
-    text = draw.wording(
-        [f"Order {quantity} of the {item} and tell me the order number."],
-        f"Buy {quantity} of the {item}. What is the order number?",
-    )
-    return Draft(
-        text=text,
-        turns=[[("place_order", {"item": item, "quantity": quantity})]],
-        world={"next_number": before},
-        answer=str(before + 1),
-        mentions=[[str(before + 1)]],
-    )
-
-
-def contact_answer(draw: Draw) -> Draft:
-    name = draw.one("name")
-    address = draw.address(name)
-    text = draw.wording(
-        [f"What is the email address of {name}?", f"Tell me {name}'s email."], f"Where can I mail {name}?"
-    )
-    return Draft(
-        text=text,
-        turns=[[("find_contact", {"name": name})]],
-        world={"contacts": {name.casefold(): address}},
-        answer=address,
-        mentions=[[address]],
-    )
-
-
-def contact_mail(draw: Draw) -> Draft:
-    name, subject = draw.one("name"), draw.one("subject")
-    address = draw.address(name)
-    text = draw.wording(
-        [f"Email {name} about the {subject}.", f"Send {name} a mail, subject {subject}."],
-        f"Write {name} a mail. The subject is {subject}.",
-    )
-    return Draft(
-        text=text,
-        turns=[
-            [("find_contact", {"name": name})],
-            [("send_email", {"to": address, "subject": subject})],
-        ],
-        world={"contacts": {name.casefold(): address}},
-    )
-
-
 def find_cancel(draw: Draw) -> Draft:
     item, number = draw.one("item"), draw.number(100, 999)
     text = draw.wording(
@@ -303,31 +156,6 @@ def find_cancel(draw: Draw) -> Draft:
     )
     turns: list[Turn] = [[("find_order", {"item": item})], [("cancel_order", {"order_id": number})]]
     return Draft(text=text, turns=turns, world={"past_orders": {item: number}})
-
-
-def sum_note(draw: Draw) -> Draft:
-    expression, result = _product(draw)
-    text = draw.wording(
-        [f"Compute {expression} and note the result."],
-        f"Work out {expression}, then save the result as a note.",
-    )
-    turns: list[Turn] = [[("calculate", {"expression": expression})], [("add_note", {"text": str(result)})]]
-    return Draft(text=text, turns=turns)
-
-
-def find_book(draw: Draw) -> Draft:
-    city, place = draw.one("city"), draw.one("restaurant")
-    people, time = draw.number(2, 9), draw.time()
-    text = draw.wording(
-        [f"Book the best restaurant in {city} for {people} at {time}."],
-        f"Find the best place in {city} and reserve for {people} at {time}.",
-    )
-    booking = {"restaurant": place, "people": people, "time": time}
-    return Draft(
-        text=text,
-        turns=[[("find_restaurant", {"city": city})], [("book_table", booking)]],
-        world={"restaurants": {city.casefold(): place}},
-    )
 
 
 def balance_answer(draw: Draw) -> Draft:
@@ -345,65 +173,21 @@ def balance_answer(draw: Draw) -> Draft:
     )
 
 
-def transfer_all(draw: Draw) -> Draft:
-    account, to, money = draw.one("account"), draw.one("name"), draw.number(10, 900)
+def reorder(draw: Draw) -> Draft:
+    item, number, quantity = draw.one("item"), draw.number(100, 999), draw.number(2, 30)
     text = draw.wording(
-        [f"Send all the money in {account} to {to}."], f"Empty my {account} account, it all goes to {to}."
+        [
+            f"Cancel my {item} order and order {quantity} instead.",
+            f"Find my order of the {item}, cancel it, then buy {quantity}.",
+        ],
+        f"Cancel the {item} that I ordered. Then order {quantity} of it.",
     )
     turns: list[Turn] = [
-        [("get_balance", {"account": account})],
-        [("transfer", {"account": account, "to": to, "amount": money})],
-    ]
-    return Draft(text=text, turns=turns, world={"accounts": {account: money}}, answer="Done.")
-
-
-def weather_units(draw: Draw) -> Draft:
-    city, celsius = draw.one("city"), draw.number(2, 34)
-    fahrenheit = plain(UNITS["celsius", "fahrenheit"](celsius))
-    text = draw.wording(
-        [f"How warm is it in {city} in fahrenheit?"], f"Temperature in {city}, in fahrenheit please."
-    )
-    turns: list[Turn] = [
-        [("get_weather", {"city": city})],
-        [("convert_units", {"value": celsius, "from": "celsius", "to": "fahrenheit"})],
-    ]
-    return Draft(
-        text=text,
-        turns=turns,
-        world=_weather_world(city, celsius),
-        answer=str(fahrenheit),
-        mentions=[[str(fahrenheit)]],
-    )
-
-
-def mail_note(draw: Draw) -> Draft:
-    name, subject = draw.one("name"), draw.one("subject")
-    address = draw.address(name)
-    text = draw.wording(
-        [f"Mail {name} about the {subject}. Note: mailed"],
-        f"Send {name} a mail, subject {subject}. Note: mailed",
-    )
-    turns: list[Turn] = [
-        [("find_contact", {"name": name})],
-        [("send_email", {"to": address, "subject": subject})],
-        [("add_note", {"text": "mailed"})],
-    ]
-    return Draft(text=text, turns=turns, world={"contacts": {name.casefold(): address}}, answer="Done.")
-
-
-def market_order(draw: Draw) -> Draft:
-    item, limit, quantity = draw.one("item"), draw.number(20, 60), draw.number(2, 9)
-    usd, stock = limit - draw.rng.randint(1, 15), quantity + draw.rng.randint(1, 30)
-    text = draw.wording(
-        [f"Look up price and stock of the {item}. If under {limit}, order {quantity}."],
-        f"Price and stock of the {item}? Order {quantity} if it is under {limit}.",
-    )
-    turns: list[Turn] = [
-        [("get_price", {"item": item})],
-        [("check_stock", {"item": item})],
+        [("find_order", {"item": item})],
+        [("cancel_order", {"order_id": number})],
         [("place_order", {"item": item, "quantity": quantity})],
     ]
-    return Draft(text=text, turns=turns, world={"prices": {item: usd}, "stock": {item: stock}})
+    return Draft(text=text, turns=turns, world={"past_orders": {item: number}})
 
 
 # No call ---------------------------------------------------------------------------------------------
@@ -422,18 +206,3 @@ def recall(draw: Draw) -> Draft:
         f"They call me {name}. Who am I?",
     )
     return Draft(text=text, turns=[], answer=f"{name}.", mentions=[[name]])
-
-
-def larger(draw: Draw) -> Draft:
-    small, gap = draw.number(2, 80), draw.rng.randint(2, 40)
-    pair = draw.rng.sample([small, small + gap], 2)
-    text = draw.wording(
-        [f"Which is larger, {pair[0]} or {pair[1]}?"], f"Tell me the bigger number: {pair[0]} or {pair[1]}."
-    )
-    return Draft(
-        text=text,
-        turns=[],
-        answer=f"{small + gap}.",
-        mentions=[[str(small + gap)]],
-        avoids=[str(small)],
-    )

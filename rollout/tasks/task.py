@@ -25,8 +25,6 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """Gold text of a last turn without calls; None when the last calls end the task."""
     mentions: list[list[str]] = []
     """The final text must contain one alternative of every group (case and commas ignored)."""
-    avoids: list[str] = []
-    """What the final text must not contain."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,20 +28,11 @@ POOLS: dict[str, tuple[list[str], list[str]]] = {
         "monitor, ladder, toaster, jacket, radio",
         "desk, printer, umbrella, bicycle, camera, mirror, hammer, teapot",
     ),
-    "subject": _pool(
-        "budget, lunch, roadmap, photos, meeting notes, new office, party, travel costs, survey, website",
-        "invoice, contract, road trip, exam, garden",
-    ),
     "event": _pool(
         "Dentist, Team meeting, Yoga class, Haircut, Lunch, Book club, Piano lesson, Review",
         "Interview, Doctor, Board meeting, Chess club, Swimming",
     ),
-    "restaurant": _pool(
-        "Blue Door, Casa Verde, Old Mill, Golden Fork, Sakura, Trattoria Uno, The Anchor",
-        "Red Lantern, Green Table, River House, Petit Jardin",
-    ),
     "account": _pool("savings, checking, holiday, business", "pension, household, student"),
-    "domain": _pool("example.com, mail.org, post.net", "box.io, web.io"),
     "unanswerable": _pool(
         "Play some jazz, Take a photo of me, Print this page, Turn off the lights, Open the garage door, "
         "Water my plants, Feed the cat, Lock the front door",
@@ -71,9 +62,6 @@ class Draw:
     def time(self) -> str:
         """``HH:MM`` of the day; the hour decides the split."""
         return f"{self.number(7, 19):02d}:{self.rng.choice((0, 15, 30, 45)):02d}"
-
-    def address(self, name: str) -> str:
-        return f"{name.lower()}@{self.one('domain')}"
 
     def wording(self, train: list[str], held_out: str) -> str:
         """One wording of `train`; in the held-out split the unseen one half of the time."""

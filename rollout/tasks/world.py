@@ -7,9 +7,7 @@ a bad call is answered with ``{"error": ...}``, as a real tool would.
 
 from __future__ import annotations
 
-import ast
 import copy
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,45 +18,9 @@ Handler = Callable[[JSON, JSON], JSON]
 RATES = {"USD": 1.0, "EUR": 0.9, "GBP": 0.8, "CHF": 0.95, "JPY": 150.0}
 """Units of each currency that one US dollar buys. Fixed: a task must have one answer."""
 
-UNITS: dict[tuple[str, str], Callable[[float], float]] = {
-    ("km", "miles"): lambda v: v * 0.621371,
-    ("miles", "km"): lambda v: v * 1.609344,
-    ("kg", "pounds"): lambda v: v * 2.204623,
-    ("pounds", "kg"): lambda v: v * 0.453592,
-    ("celsius", "fahrenheit"): lambda v: v * 9 / 5 + 32,
-    ("fahrenheit", "celsius"): lambda v: (v - 32) * 5 / 9,
-}
-
-_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
 
 class BadCall(Exception):
     """A call that a tool refuses; the message is what the model is told."""
-
-
-def arithmetic(expression: str) -> float:
-    """Value of a sum of numbers with ``+ - * /`` and brackets. Raises BadCall for anything else."""
-    if len(expression) > 100:
-        raise BadCall("expression too long")
-    try:
-        return float(_value(ast.parse(expression, mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
-        raise BadCall("not an arithmetic expression") from None
-
-
-def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return float(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return float(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand)
-    raise BadCall("only numbers and + - * / are understood")
 
 
 def plain(value: float) -> int | float:
@@ -95,17 +57,6 @@ def _convert_currency(_: JSON, arguments: JSON) -> JSON:
     if source not in RATES or target not in RATES:
         raise BadCall("unknown currency")
     return {"amount": plain(arguments["amount"] / RATES[source] * RATES[target])}
-
-
-def _convert_units(_: JSON, arguments: JSON) -> JSON:
-    function = UNITS.get((arguments["from"].casefold(), arguments["to"].casefold()))
-    if function is None:
-        raise BadCall("unknown units")
-    return {"value": plain(function(arguments["value"]))}
-
-
-def _calculate(_: JSON, arguments: JSON) -> JSON:
-    return {"result": plain(arithmetic(arguments["expression"]))}
 
 
 def _cancel_order(world: JSON, arguments: JSON) -> JSON:
@@ -163,25 +114,12 @@ TOOLS: dict[str, Tool] = {
         Tool(
             "convert_currency", "Convert money", {"amount": _NUM, "from": _STR, "to": _STR}, _convert_currency
         ),
-        Tool("check_stock", "Units in stock", {"item": _STR}, _lookup("stock", "item", "stock")),
         Tool("place_order", "Buy items", {"item": _STR, "quantity": _INT}, _append("orders", "order_id")),
-        Tool("find_contact", "Get email", {"name": _STR}, _lookup("contacts", "name", "email")),
-        Tool("send_email", "Send mail", {"to": _STR, "subject": _STR}, _append("mails")),
         Tool("find_order", "Order of an item", {"item": _STR}, _lookup("past_orders", "item", "order_id")),
         Tool("cancel_order", "Cancel an order", {"order_id": _INT}, _cancel_order),
         Tool("add_event", "Add to calendar", {"title": _STR, "date": _STR, "time": _STR}, _append("events")),
-        Tool("calculate", "Do arithmetic", {"expression": _STR}, _calculate),
-        Tool("add_note", "Save note", {"text": _STR}, _append("notes")),
-        Tool("find_restaurant", "Best restaurant", {"city": _STR}, _lookup("restaurants", "city", "name")),
-        Tool(
-            "book_table",
-            "Book a table",
-            {"restaurant": _STR, "people": _INT, "time": _STR},
-            _append("bookings"),
-        ),
         Tool("get_balance", "Money in account", {"account": _STR}, _lookup("accounts", "account", "balance")),
         Tool("transfer", "Send money", {"account": _STR, "to": _STR, "amount": _NUM}, _transfer),
-        Tool("convert_units", "Convert a measure", {"value": _NUM, "from": _STR, "to": _STR}, _convert_units),
     )
 }
 

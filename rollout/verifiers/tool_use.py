@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any
 
 from rollout.tasks import Call, Task
-from rollout.tasks.world import BadCall, World, arithmetic, coerce
+from rollout.tasks.world import BadCall, World, coerce
 
 CALL_MARKUP = re.compile(r"</?tool_call>")
 
@@ -59,11 +59,6 @@ def _signature(call: Call) -> str:
         arguments: Any = coerce(call.name, call.arguments)
     except BadCall:
         arguments = {"bad": call.arguments}
-    if call.name == "calculate" and "expression" in arguments:
-        try:
-            arguments = {"value": arithmetic(arguments["expression"])}
-        except BadCall:
-            arguments = {"bad": arguments}
     return f"{call.name} {json.dumps(_normal(arguments), sort_keys=True)}"
 
 
@@ -94,8 +89,6 @@ def _wrong_answer(task: Task, last: dict[str, Any]) -> str | None:
     if not said or CALL_MARKUP.search(said):
         return "no final answer"
     if not all(any(_mentions(said, text) for text in group) for group in task.goal.mentions):
-        return "wrong answer"
-    if any(_mentions(said, text) for text in task.goal.avoids):
         return "wrong answer"
     return None
 

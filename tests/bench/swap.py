@@ -21,23 +21,27 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 
+from learner.sft import sample_of
 from rollout import artifacts, policies
 from rollout.artifacts import Artifacts
 from rollout.config import ArtifactsConfig, section
 from rollout.records import Fingerprint, FingerprintPrompt, PolicyKind, PolicyManifest
+from rollout.tasks import demonstration, generate
+from rollout.trajectories import PromptRenderer
 from server.engine.client import Engine
 from tests.bench import harness
 from tests.server.gateways import Deployment, running_gateway
 
 AFTER_FLIP_S = 2.0
-PROBE = 64
-"""Tokens of the prompt whose log-probs identify a policy here."""
+PROBE_FAMILY = "event"
+"""Policies are told apart on a gold demonstration of this family: on a tool call the adapter shows most."""
 STEP = 0.02
 """Size of the random change between two policies, relative to the adapter's own entries."""
 BOOTSTRAPS = 2000
@@ -138,9 +142,15 @@ def neighbour(source: Path, folder: Path, seed: int) -> None:
     shutil.copyfile(source / "adapter_config.json", folder / "adapter_config.json")
 
 
-async def probe_of(engine: Engine, folder: Path) -> FingerprintPrompt:
+def probe_ids(model: Path) -> list[int]:
+    """A demonstration, as the model reads it."""
+    task = next(task for task in map(generate, count(), repeat("train")) if task.family == PROBE_FAMILY)
+    conversation = {"messages": task.messages + demonstration(task), "tools": task.tools}
+    return sample_of(PromptRenderer(model), conversation).tokens
+
+
+async def probe_of(engine: Engine, folder: Path, ids: list[int]) -> FingerprintPrompt:
     """The engine's own log-probs: this bench measures swaps, not what they are verified against."""
-    ids = [random.Random(5).randrange(100, 20_000) for _ in range(PROBE)]
     await engine.load_adapter("probe", folder)
     policy, base = await engine.score("probe", ids), await engine.score("base", ids)
     await engine.unload_adapter("probe")
@@ -173,13 +183,15 @@ async def swap(deployment: Deployment, policy_id: str) -> dict[str, Any]:
     return flip
 
 
-async def probes_of(engine: Engine, adapter: Path, folder: Path, count: int) -> list[FingerprintPrompt]:
+async def probes_of(
+    engine: Engine, adapter: Path, folder: Path, ids: list[int], swaps: int
+) -> list[FingerprintPrompt]:
     """Of every policy to come. Before the gateway runs: it would unload what it does not know."""
     probes = []
     async with engine:
-        for number in range(count):
+        for number in range(swaps):
             neighbour(adapter, folder, number)
-            probes.append(await probe_of(engine, folder))
+            probes.append(await probe_of(engine, folder, ids))
     return probes
 
 
@@ -196,18 +208,21 @@ async def drive(
             asyncio.create_task(traffic.stream(http, ["ratchet", "ratchet-fast"][i % 2], i))
             for i in range(args.streams)
         ]
-        await asyncio.sleep(args.pause)  # the caches are warm and the queues are full before anything counts
-        traffic.answers.clear()
-        for number, probe in enumerate(probes):
-            policy_id = await asyncio.to_thread(publish, deployment, adapter, number, probe)
-            flips.append(await swap(deployment, policy_id))
-            await asyncio.sleep(AFTER_FLIP_S)
-            begin, end = window(flips[-1])
-            await asyncio.sleep(max(args.pause, end - begin))
-            shams.append((time.time() - (end - begin), time.time()))
-            harness.say(f"swap {number + 1} of {args.swaps}: {policy_id}, window {end - begin:.1f} s")
-        traffic.stopping = True
-        await asyncio.gather(*streams)
+        try:
+            # The caches are warm and the queues are full before anything counts.
+            await asyncio.sleep(args.pause)
+            traffic.answers.clear()
+            for number, probe in enumerate(probes):
+                policy_id = await asyncio.to_thread(publish, deployment, adapter, number, probe)
+                flips.append(await swap(deployment, policy_id))
+                await asyncio.sleep(AFTER_FLIP_S)
+                begin, end = window(flips[-1])
+                await asyncio.sleep(max(args.pause, end - begin))
+                shams.append((time.time() - (end - begin), time.time()))
+                harness.say(f"swap {number + 1} of {args.swaps}: {policy_id}, window {end - begin:.1f} s")
+        finally:
+            traffic.stopping = True
+            await asyncio.gather(*streams)
     return traffic.answers, flips, shams
 
 
@@ -283,7 +298,9 @@ def run(args: argparse.Namespace) -> None:
         deployment = Deployment(chosen.config, home, overrides)
         deployment.prepare()
         engine = running["standard-0"].client()
-        probes = asyncio.run(probes_of(engine, adapter, home / "neighbours", args.swaps))
+        probes = asyncio.run(
+            probes_of(engine, adapter, home / "neighbours", probe_ids(chosen.model), args.swaps)
+        )
         with running_gateway(deployment):
             outcome = asyncio.run(drive(deployment, probes, adapter, args))
     result = summarise(*outcome)

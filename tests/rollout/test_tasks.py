@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from rollout.tasks import Task, demonstration, from_id, generate
 from rollout.tasks.tool_use import FAMILIES, TOOLSETS
 from rollout.tasks.values import POOLS
-from rollout.tasks.world import TOOLS, BadCall, World, arithmetic
+from rollout.tasks.world import TOOLS, World
 
 SEEDS = range(1500)
 PROMPT_LIMIT = 300
-PINNED_TRAIN = "How warm is it in Lisbon in fahrenheit?"
+PINNED_TRAIN = "Find my order of the toaster, cancel it, then buy 22."
 PINNED_HELD_OUT = "Tell me the price of the printer."
 
 
@@ -65,7 +65,7 @@ def test_an_id_that_names_no_task_is_refused(bad: str) -> None:
 
 
 def test_an_id_whose_family_is_another_is_refused() -> None:
-    wrong = "mail" if generate(1, "train").family != "mail" else "timer"
+    wrong = "price" if generate(1, "train").family != "price" else "timer"
     with pytest.raises(ValueError, match="is of family"):
         from_id(f"tool_use/train/{wrong}/1")
 
@@ -83,7 +83,7 @@ def test_the_mix_is_a_third_multi_turn_with_calls_and_no_calls() -> None:
     kinds = Counter("none" if not t.goal.turns else "one" if t.max_turns == 1 else "many" for t in tasks)
     assert 0.30 <= kinds["many"] / len(tasks) <= 0.40
     assert kinds["none"] / len(tasks) >= 0.10
-    assert {t.max_turns for t in tasks if t.goal.turns} == {1, 2, 3, 4}
+    assert {t.max_turns for t in tasks if t.goal.turns} == {1, 2, 3}
     assert {t.family for t in tasks} == set(FAMILIES)
 
 
@@ -151,9 +151,6 @@ def test_the_constant_part_comes_first() -> None:
         ("set_timer", {"minutes": float("inf")}),
         ("get_weather", {"city": {"name": "Paris"}}),
         ("get_price", {"item": "unicorn"}),
-        ("calculate", {"expression": "().__class__"}),
-        ("calculate", {"expression": "9**9**9"}),
-        ("calculate", {"expression": "1/0"}),
         ("convert_currency", {"amount": 1, "from": "USD", "to": "gold"}),
     ],
 )
@@ -163,14 +160,8 @@ def test_a_bad_call_is_answered_and_changes_nothing(name: str, arguments: Any) -
     assert world.tables == {"prices": {"lamp": 5}}
 
 
-def test_arithmetic() -> None:
-    assert arithmetic("2 + 3 * (4 - 1)") == 11
-    with pytest.raises(BadCall):
-        arithmetic("x + 1")
-
-
 def test_a_world_does_not_touch_its_task() -> None:
-    task = next(t for s in SEEDS if (t := generate(s, "train")).family == "transfer_all")
+    task = next(t for s in SEEDS if (t := generate(s, "train")).family == "transfer")
     before = generate(int(task.id.rsplit("/", 1)[1]), "train")
     demonstration(task)
     assert task == before

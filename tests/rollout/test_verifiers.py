@@ -119,13 +119,6 @@ def test_an_extra_call_is_zero() -> None:
     assert judged(task, extra).value == 0.0
 
 
-def test_an_expression_is_judged_by_its_value() -> None:
-    task = example("sum")
-    expression = task.goal.turns[0][0].arguments["expression"]
-    assert judged(task, {"calculate": {"expression": f"({expression})"}}).value == 1.0
-    assert judged(task, {"calculate": {"expression": f"{expression} + 1"}}).value == 0.0
-
-
 def test_arguments_that_are_not_json_are_zero() -> None:
     task = example("timer")
     call = {"id": "c", "type": "function", "function": {"name": "set_timer", "arguments": "{"}}
@@ -134,9 +127,10 @@ def test_arguments_that_are_not_json_are_zero() -> None:
     assert verify(task, bad).value == 0.0
 
 
-def test_two_calls_of_one_turn_may_come_in_either_order() -> None:
-    task = example("weather_and_timer")
-    assert judged(task, dict(reversed(gold(task).items()))).value == 1.0
+def test_calls_may_come_in_either_order_and_in_one_turn() -> None:
+    task = example("reorder")
+    calls = {call.name: dict(call.arguments) for turn in task.goal.turns for call in turn}
+    assert judged(task, dict(reversed(calls.items()))).value == 1.0
 
 
 def test_a_final_answer_must_name_the_value_and_come_without_calls() -> None:
@@ -153,9 +147,3 @@ def test_a_call_left_in_the_text_is_no_answer() -> None:
     assert judged(task, "Sorry, I cannot do that.").value == 1.0
     assert judged(task, 'Sorry. <tool_call>{"name": </tool_call>').value == 0.0
     assert judged(task, "Of course!").value == 0.0
-
-
-def test_naming_both_numbers_is_not_the_larger_one() -> None:
-    task = example("larger")
-    assert judged(task, f"{task.goal.answer}").value == 1.0
-    assert judged(task, f"{task.goal.answer} or {task.goal.avoids[0]}").value == 0.0
