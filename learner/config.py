@@ -44,7 +44,7 @@ class LearnerConfig(Section):
     """A longer trajectory is dropped and counted."""
 
     max_staleness: int = Field(default=4, ge=0)
-    """A sample is dropped when its policy is more than this many published policies behind."""
+    """A sample is dropped when its policy is more than this many promotions behind."""
     baseline_step: float = Field(default=0.2, gt=0, le=1)
     """Step of the exponential moving average that tracks a task's reward."""
     ratio_cap: float = Field(default=2.0, gt=1)

@@ -19,11 +19,13 @@ from sqlalchemy import Connection
 
 from learner.batch import Sample
 from rollout import outcomes, policies
-from rollout.records import Choice, Completion, CompletionStatus, Joint, Learn, Outcome
+from rollout.records import Choice, Completion, CompletionStatus, Joint, Learn, Outcome, PolicyState
 from rollout.store import Store, completions, learning, projects
 
 PAGE = 256
 """Outcomes read at once."""
+SERVED = (PolicyState.PROMOTED, PolicyState.RETIRED, PolicyState.ROLLED_BACK)
+"""States of the policies that were promoted at some time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +82,8 @@ class Feed:
         A trajectory's sequences are never parted, so there may be a few more.
         """
         with self.store.read() as tx:
-            published = [policy.id for policy in policies.list_policies(tx)]
-        while self.fill(wanted) >= wanted and self._drop_stale(published):
+            served = served_policies(tx)
+        while self.fill(wanted) >= wanted and self._drop_stale(served):
             pass  # what was dropped is made up for
         if self.waiting < wanted:
             return None
@@ -122,11 +124,11 @@ class Feed:
         self._keys.update(keys)
         self._pending.append((seq, samples))
 
-    def _drop_stale(self, published: list[str]) -> bool:
+    def _drop_stale(self, served: list[str]) -> bool:
         """Whether any were."""
         kept: deque[tuple[int, list[Sample]]] = deque()
         for seq, samples in self._pending:
-            if staleness(samples, published) > self.limits.max_staleness:
+            if staleness(samples, served) > self.limits.max_staleness:
                 self._drops.append((seq, "stale"))
                 for sample in samples:
                     self._keys.difference_update(sample.keys)
@@ -138,10 +140,20 @@ class Feed:
         return stale > 0
 
 
-def staleness(samples: Iterable[Sample], published: Iterable[str]) -> int:
-    """How many policies were published after the oldest that sampled any of `samples`."""
+def served_policies(tx: Connection) -> list[str]:
+    """The policies that led to the promoted one, which is the last; later ones were rolled back."""
+    promoted = policies.serving(tx).promoted or ""
+    return [policy.id for policy in policies.list_policies(tx, SERVED) if policy.id <= promoted]
+
+
+def staleness(samples: Iterable[Sample], served: Iterable[str]) -> int:
+    """How many promotions lie between the oldest policy that sampled any of `samples` and the promoted one.
+
+    0 for samples of the promoted policy, and of a candidate. Candidates are published, and promoted, in the
+    order of their ids.
+    """
     oldest = min(policy for sample in samples for policy in sample.policies)
-    return sum(policy > oldest for policy in published)
+    return sum(policy > oldest for policy in served)
 
 
 def build(tx: Connection, outcome: Outcome, limits: Limits) -> list[Sample]:

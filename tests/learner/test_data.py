@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 
-from learner.data import Counts, Feed, Limits, staleness, strata
+from learner.data import Counts, Feed, Limits, served_policies, staleness, strata
 from rollout import outcomes, policies
-from rollout.records import CompletionStatus, Joint, Learn, Project
+from rollout.records import CompletionStatus, Joint, Learn, PolicyState, Project
 from rollout.store import Store, completions, learning, projects
 from tests.fixtures import rows
 
@@ -27,6 +28,23 @@ def add(store: Store, completion_id: str, outcome: dict[str, Any] | None = None,
             outcomes.record(
                 tx, rows.outcome(f"o-{completion_id}", **{"completion_id": completion_id, **outcome})
             )
+
+
+def candidate(tx: Connection, number: int) -> str:
+    """A candidate that passed the gate."""
+    made = policies.register(tx, rows.manifest(f"p{number:06d}"), "/policies")
+    evidence = {"by": "test"}
+    policies.transition(tx, made.id, PolicyState.CANDIDATE, PolicyState.GATE, actor="test")
+    policies.transition(tx, made.id, PolicyState.GATE, PolicyState.CANARY, actor="test", evidence=evidence)
+    return made.id
+
+
+def promote(store: Store, last: int) -> None:
+    """Policies from the first to `last`, each promoted in its turn."""
+    with store.write() as tx:
+        policies.register(tx, rows.manifest("p000001"), "/policies", state=PolicyState.PROMOTED)
+        for number in range(2, last + 1):
+            policies.promote(tx, candidate(tx, number), actor="test")
 
 
 @pytest.fixture
@@ -163,15 +181,32 @@ def test_no_turn_is_used_twice(filled: Store) -> None:
 def test_samples_of_old_policies_are_stale(filled: Store) -> None:
     add(filled, "c1", {}, policy_id="p000001")
     add(filled, "c2", {}, policy_id="p000003")
-    with filled.write() as tx:
-        for number in range(1, 8):
-            policies.register(tx, rows.manifest(f"p{number:06d}"), "/policies")
+    promote(filled, 7)
     reader = feed(filled)
     samples = reader.take(1)
     assert samples is not None
     assert samples[0].policies == ("p000003",)
-    assert staleness(samples, [f"p{number:06d}" for number in range(1, 8)]) == 4
+    with filled.read() as tx:
+        assert staleness(samples, served_policies(tx)) == 4
     assert reader.status().dropped == {"stale": 1}
+
+
+def test_samples_of_the_promoted_policy_are_never_stale(filled: Store) -> None:
+    """Whatever number of candidates was rejected, or promoted and taken back."""
+    with filled.write() as tx:
+        policies.register(tx, rows.manifest("p000001"), "/p", state=PolicyState.PROMOTED)
+    reader = Feed(filled, "job", Limits(max_staleness=0, max_tokens=100), 0, Counts())
+    for number in range(2, 8):
+        with filled.write() as tx:
+            made = candidate(tx, number)
+            if number % 2:
+                policies.promote(tx, made, actor="test")
+                policies.rollback(tx, actor="test", reason="worse")
+            else:
+                policies.transition(tx, made, PolicyState.CANARY, PolicyState.REJECTED, actor="test")
+        add(filled, f"c{number}", {}, policy_id="p000001")
+        assert reader.take(1) is not None, number
+    assert reader.status().dropped == {}
 
 
 def test_the_cursor_never_passes_what_still_waits(filled: Store) -> None:
