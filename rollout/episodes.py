@@ -257,6 +257,6 @@ def _result(world: World, call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         answer = world.execute(function["name"], json.loads(function["arguments"]))
-    except ValueError:
+    except (ValueError, RecursionError):
         answer = {"error": "arguments are not JSON"}
     return {"role": "tool", "tool_call_id": call["id"], "content": json.dumps(answer)}

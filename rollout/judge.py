@@ -22,6 +22,7 @@ from typing import Any
 
 import openai
 from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
 
 from clients.client import AsyncRatchet
 from rollout import config, gateway, jobs, policies
@@ -138,6 +139,11 @@ class Judge:
             with self.store.write() as tx:
                 jobs.fail(tx, job, "judge stopped", retry=True, max_attempts=job.max_attempts + 1)
             raise
+        except SQLAlchemyError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not end the judge, nor the candidate
+            log.exception("%s: the evaluation died", policy_id)
+            self._retry(job, policy_id, _reason(error))
         else:
             with self.store.write() as tx:
                 jobs.finish(tx, job, {"passes": decision.passes, "reason": decision.reason})
@@ -196,6 +202,13 @@ class Judge:
                 policies.transition(
                     tx, policy_id, PolicyState.CANARY, PolicyState.REJECTED, actor=ACTOR, reason=reason
                 )
+
+
+def _reason(error: Exception) -> str:
+    """What an evaluation died of; of several tasks that died at once, the first one's."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
 
 
 def _choose(tx: Connection) -> tuple[Policy | None, list[Policy]]:

@@ -8,6 +8,7 @@ a bad call is answered with ``{"error": ...}``, as a real tool would.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,9 @@ class BadCall(Exception):
 
 
 def plain(value: float) -> int | float:
-    """Two decimals at most, and no ``.0``: what a tool prints."""
+    """Two decimals at most, and no ``.0``: what a tool prints. Raises BadCall for infinity and NaN."""
+    if not math.isfinite(value):
+        raise BadCall("not a finite number")
     rounded = round(value, 2)
     return int(rounded) if rounded == int(rounded) else rounded
 

@@ -47,7 +47,7 @@ def calls_of(turns: list[dict[str, Any]]) -> list[Call] | None:
         for call in turn.get("tool_calls") or []:
             try:
                 arguments = json.loads(call["function"]["arguments"])
-            except ValueError:  # not JSON, or an integer with too many digits
+            except (ValueError, RecursionError):  # not JSON, a number of too many digits, too deep
                 return None
             made.append(Call(name=call["function"]["name"], arguments=arguments))
     return made
@@ -56,9 +56,9 @@ def calls_of(turns: list[dict[str, Any]]) -> list[Call] | None:
 def _signature(call: Call) -> str:
     """Equal for calls that mean the same: types as the schema has them, text without case and spacing."""
     try:
-        arguments: Any = coerce(call.name, call.arguments)
+        arguments = coerce(call.name, call.arguments)
     except BadCall:
-        arguments = {"bad": call.arguments}
+        return f"{call.name} refused"  # no gold call is
     return f"{call.name} {json.dumps(_normal(arguments), sort_keys=True)}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,24 @@ def test_turns_share_a_trajectory_and_carry_the_tool_results() -> None:
     roles = [message["role"] for message in api.bodies[2]["messages"]]
     assert roles == ["system", "user", "assistant", "tool", "assistant", "tool"]
     assert set(json.loads(api.bodies[1]["messages"][-1]["content"])) == {"usd"}
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"amount": 1e999, "from": "USD", "to": "JPY"}', "[" * 5000 + "]" * 5000, "9" * 5000, "{"]
+)
+def test_a_call_of_no_use_is_answered_and_the_episode_goes_on(arguments: str) -> None:
+    class Odd(Service):
+        def _say(self, policy: str, body: dict[str, Any]) -> dict[str, Any]:
+            function = {"name": "convert_currency", "arguments": arguments}
+            call = {"id": "c", "type": "function", "function": function}
+            return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    api = Odd(skills={}, promoted="p000001")
+    seed = next(s for s in range(999) if generate(s, "train").family == "price_convert")
+    episode = run(api, seed, Ask())
+    assert len(episode.requests) == 3
+    assert set(json.loads(api.bodies[-1]["messages"][-1]["content"])) == {"error"}
+    assert episode.success is False
 
 
 def test_what_is_asked_is_what_is_sent() -> None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 
 from rollout import jobs, policies
 from rollout.evals import suites
@@ -16,6 +18,7 @@ from rollout.judge import JOB, Judge
 from rollout.promotion import Gate, JudgeConfig, decide, looks
 from rollout.records import Placement, PolicyState
 from rollout.store import Store, evaluations, placements
+from rollout.tasks.world import World
 from tests.fixtures import rows
 from tests.rollout.scripted import Service
 
@@ -252,6 +255,37 @@ def test_a_service_that_fails_is_not_held_against_the_candidate(deployed: Store)
         jobs.fail(tx, job, "not now", retry=True)
     rounds(deployed, api, 2)
     assert state(deployed, "p000002")[0] is PolicyState.PROMOTED
+
+
+def test_an_evaluation_that_dies_is_tried_again_with_its_reason(
+    deployed: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(deployed, "p000002")
+
+    def die(world: World, name: str, arguments: object) -> dict[str, object]:
+        raise ZeroDivisionError("by design")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(World, "execute", die)
+        rounds(deployed, service(deployed, 0.8), 1)
+    assert state(deployed, "p000002")[0] is PolicyState.GATE
+    with deployed.write() as tx:
+        job = jobs.lease(tx, JOB, "me", 1.0, now=time.time() + 60)
+        assert job is not None
+        assert job.error == "ZeroDivisionError: by design"
+        jobs.fail(tx, job, "not now", retry=True)
+    (logged,) = [record for record in caplog.records if record.exc_info]
+    assert "in die" in str(logged.exc_text)
+    rounds(deployed, service(deployed, 0.8), 2)
+    assert state(deployed, "p000002")[0] is PolicyState.PROMOTED
+
+
+def test_a_broken_store_ends_the_judge(deployed: Store) -> None:
+    publish(deployed, "p000002")
+    with deployed.write() as tx:
+        tx.execute(text("DROP TABLE evaluations"))
+    with pytest.raises(OperationalError, match="evaluations"):
+        rounds(deployed, service(deployed, 0.8), 1)
 
 
 def test_a_candidate_that_can_never_be_judged_is_rejected(deployed: Store) -> None:

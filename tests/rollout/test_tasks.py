@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -149,6 +151,10 @@ def test_the_constant_part_comes_first() -> None:
         ("set_timer", {"minutes": 5, "label": "tea"}),
         ("set_timer", ["minutes", 5]),
         ("set_timer", {"minutes": float("inf")}),
+        ("set_timer", {"minutes": float("nan")}),
+        ("convert_currency", {"amount": float("inf"), "from": "USD", "to": "JPY"}),
+        ("convert_currency", {"amount": 1e308, "from": "USD", "to": "JPY"}),
+        ("convert_currency", {"amount": "1e999", "from": "USD", "to": "JPY"}),
         ("get_weather", {"city": {"name": "Paris"}}),
         ("get_price", {"item": "unicorn"}),
         ("convert_currency", {"amount": 1, "from": "USD", "to": "gold"}),
@@ -158,6 +164,38 @@ def test_a_bad_call_is_answered_and_changes_nothing(name: str, arguments: Any) -
     world = World({"prices": {"lamp": 5}})
     assert set(world.execute(name, arguments)) == {"error"}
     assert world.tables == {"prices": {"lamp": 5}}
+
+
+WORDS = st.sampled_from(["USD", "JPY", "paris", "lamp", "savings", "-1e999", "\ud800"])
+NUMBERS = st.sampled_from([5, 1e308, 1.7e308, 5e-324, 10**400, float("inf"), float("nan")])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | NUMBERS | WORDS | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def calls() -> st.SearchStrategy[tuple[str, Any]]:
+    """A tool and arguments: of the right names and kinds, of the right names, or any."""
+    return st.sampled_from(sorted(TOOLS)).flatmap(
+        lambda name: st.tuples(
+            st.just(name),
+            st.fixed_dictionaries(
+                {key: WORDS if kind == "string" else NUMBERS for key, kind in TOOLS[name].parameters.items()}
+            )
+            | st.fixed_dictionaries({key: VALUES for key in TOOLS[name].parameters})
+            | VALUES,
+        )
+    )
+
+
+@given(made=st.lists(calls(), max_size=4))
+@example(made=[("convert_currency", {"amount": 1e308, "from": "USD", "to": "JPY"})])
+def test_whatever_json_a_model_sends_is_answered_in_json(made: list[tuple[str, Any]]) -> None:
+    world = World({"accounts": {"savings": 1e308}, "prices": {"lamp": 5}, "weather": {"paris": "sunny"}})
+    for name, arguments in made:
+        answer = world.execute(name, json.loads(json.dumps(arguments)))
+        assert json.loads(json.dumps(answer, allow_nan=False)) == answer
 
 
 def test_a_world_does_not_touch_its_task() -> None:

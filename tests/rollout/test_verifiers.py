@@ -119,12 +119,23 @@ def test_an_extra_call_is_zero() -> None:
     assert judged(task, extra).value == 0.0
 
 
-def test_arguments_that_are_not_json_are_zero() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("{", "arguments are not JSON"),
+        ('{"minutes": ' + "9" * 5000 + "}", "arguments are not JSON"),
+        ('{"minutes": ' + "[" * 5000 + "]" * 5000 + "}", "arguments are not JSON"),
+        ('{"minutes": ' + "[" * 500 + "]" * 500 + "}", "wrong calls"),
+        ('{"minutes": 1e999}', "wrong calls"),
+        ('{"minutes": NaN}', "wrong calls"),
+    ],
+)
+def test_arguments_of_no_use_are_zero(arguments: str, reason: str) -> None:
     task = example("timer")
-    call = {"id": "c", "type": "function", "function": {"name": "set_timer", "arguments": "{"}}
+    call = {"id": "c", "type": "function", "function": {"name": "set_timer", "arguments": arguments}}
     bad = Attempt(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert verify(task, bad).reason == "arguments are not JSON"
-    assert verify(task, bad).value == 0.0
+    verdict = verify(task, bad)
+    assert (verdict.value, verdict.reason) == (0.0, reason)
 
 
 def test_calls_may_come_in_either_order_and_in_one_turn() -> None:
