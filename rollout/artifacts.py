@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import uuid
@@ -25,6 +26,8 @@ MANIFEST = "manifest.json"
 FINGERPRINT = "fingerprint.json"
 BASE_SIDECAR = ".base_id.json"
 
+TOKEN_IDS = 2**31
+"""More than any vocabulary has."""
 UNSTABLE_CONFIG_KEYS = ("transformers_version", "_name_or_path")
 """Keys of config.json that say who wrote it, not what the model is."""
 
@@ -129,6 +132,8 @@ def _verify(path: Path, base: str, allowed_modules: frozenset[str], max_rank: in
         manifest.parent,
     ):
         raise PolicyInvalid(f"{path.name}: {FINGERPRINT} is of {fingerprint.policy}, not of {manifest.id}")
+    if fingerprint is not None and (fault := _fingerprint_fault(fingerprint)):
+        raise PolicyInvalid(f"{path.name}: {FINGERPRINT}: {fault}")
     if manifest.kind is PolicyKind.ADAPTER:
         if manifest.base != base:
             raise PolicyInvalid(f"{path.name}: made for base {manifest.base}, the engines hold {base}")
@@ -140,6 +145,21 @@ def _verify(path: Path, base: str, allowed_modules: frozenset[str], max_rank: in
         for file in weights:
             check_tensors(file)
     return manifest
+
+
+def _fingerprint_fault(fingerprint: Fingerprint) -> str | None:
+    """Why no replica could be compared with it; None when one can."""
+    for i, prompt in enumerate(fingerprint.prompts):
+        n = len(prompt.positions)
+        if not all(0 < position < len(prompt.token_ids) for position in prompt.positions):
+            return f"prompt {i} has a position outside 1..{len(prompt.token_ids) - 1}"
+        if not all(0 <= token < TOKEN_IDS for token in prompt.token_ids):
+            return f"prompt {i} has an id that no vocabulary has"
+        for name in ("policy", "parent", "base"):
+            values: list[float] = getattr(prompt, name)
+            if len(values) != n or not all(map(math.isfinite, values)):
+                return f"prompt {i} needs {n} finite log-probs of the {name}, one a position"
+    return None
 
 
 def base_id(model_dir: Path | str) -> str:

@@ -3,11 +3,9 @@
 import logging
 import sys
 
-import uvicorn
-
 from rollout import config
 from rollout.store import StoreError
-from server import keys
+from server import keys, listen
 from server.app import create_app
 from server.gateway import build
 
@@ -17,16 +15,7 @@ def serve() -> None:
     parts = build(config.read(args.config, args.overrides))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    uvicorn.run(
-        create_app(parts),
-        host=parts.config.host,
-        port=parts.config.port,
-        http="httptools",
-        access_log=False,
-        log_config=None,
-        timeout_graceful_shutdown=10,
-        timeout_keep_alive=parts.config.keep_alive_s,
-    )
+    listen.serve(create_app(parts), parts.config)
 
 
 def main() -> None:

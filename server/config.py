@@ -11,6 +11,8 @@ class GatewayConfig(Section):
     keep_alive_s: int = 120
     """How long an idle connection is kept. Longer than clients keep theirs, or a request that they send just
     when it is closed is lost: the official client gives an idle connection up after 5 s."""
+    max_connections: int = 4096
+    """Connections at a time, fewer where the process may not open four files for each; idle ones yield."""
     policy_hold_s: float = 600.0
     """How long a trajectory stays on the policy it began with."""
     reconcile_s: float = 0.5

@@ -28,7 +28,7 @@ from rollout.config import EngineConfig
 from rollout.records import Fingerprint, Placement, Policy, PolicyKind, PolicyState
 from rollout.store import Store, placements
 from server.config import GatewayConfig
-from server.engine.errors import EngineError, EngineRejected
+from server.engine.errors import EngineError, EngineRejected, EngineUnavailable
 from server.engine.launch import BASE_MODEL
 from server.fingerprint import Measured, Verdict, check, positions
 from server.metrics import Metrics
@@ -56,7 +56,7 @@ class Reconciler:
     metrics: Metrics
 
     async def run(self) -> None:
-        """Until cancelled. An error that is neither the store's nor an engine's ends it."""
+        """Until cancelled. Only a store that cannot be read at the very beginning ends it."""
         await self.read_desired()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_store())
@@ -130,6 +130,8 @@ class Reconciler:
                 await self.read_desired()
             except SQLAlchemyError as error:
                 log.warning("store: %s; going on with what was last read", error)
+            except Exception:
+                log.exception("what the store says cannot be used; going on with what was last read")
 
     async def _watch_replica(self, replica: Replica) -> None:
         told: tuple[Any, ...] = ()
@@ -148,6 +150,9 @@ class Reconciler:
                 log.warning("%s: %s", replica.id, error)
             except SQLAlchemyError as error:
                 log.warning("%s: store: %s; trying again", replica.id, error)
+            except Exception as error:
+                replica.ready, replica.why_not = False, f"{type(error).__name__}: {error}"
+                log.exception("%s: cannot be watched; trying again", replica.id)
             await asyncio.sleep(self.config.reconcile_s)
 
     async def _adopt(self, replica: Replica, instance: str) -> None:
@@ -182,13 +187,23 @@ class Reconciler:
         return sorted(missing, key=lambda p: (first.index(p.id) if p.id in first else len(first), p.id))
 
     async def _place(self, replica: Replica, instance: str, policy: Policy, loaded: bool) -> None:
-        """Check, load, verify. Only an engine that goes away is raised; all else is a placement."""
+        """Check, load, verify. Only an engine that goes away is raised; all else is a placement.
+
+        A policy is given up for its own faults alone: what this process or machine lacks is tried again.
+        """
         begun = time.monotonic()
         await self._write(placements.set_placement, replica.id, instance, policy.id, Placement.LOADING)
         try:
             detail = await self._verified(replica, policy, loaded)
-        except (PolicyInvalid, EngineRejected, OSError) as error:
-            await self._fail(replica, instance, policy, str(error))
+        except EngineUnavailable:
+            raise
+        except Exception as error:
+            guilty = isinstance(error, PolicyInvalid) or (
+                isinstance(error, EngineRejected) and error.status < 500
+            )
+            if not guilty:
+                log.exception("%s: %s could not be verified", replica.id, policy.id)
+            await self._fail(replica, instance, policy, str(error), guilty)
             return
         replica.failed.pop(policy.id, None)
         replica.placed_ms[policy.id] = (time.monotonic() - begun) * 1e3
@@ -239,14 +254,14 @@ class Reconciler:
         )
         return positions(fingerprint, scores)
 
-    async def _fail(self, replica: Replica, instance: str, policy: Policy, reason: str) -> None:
-        log.error("%s: %s refused: %s", replica.id, policy.id, reason)
+    async def _fail(self, replica: Replica, instance: str, policy: Policy, reason: str, guilty: bool) -> None:
+        log.error("%s: %s not placed: %s", replica.id, policy.id, reason)
         self.metrics.placements.labels("failed").inc()
         replica.failed[policy.id] = time.monotonic() + self.config.retry_failed_s
         if policy.manifest.kind is PolicyKind.ADAPTER and policy.id in await replica.engine.models():
             await replica.engine.unload_adapter(policy.id)
         await self._write(placements.set_placement, replica.id, instance, policy.id, Placement.FAILED, reason)
-        if await self.writer.run(lambda tx: _reject(tx, policy.id, f"{replica.id}: {reason}")):
+        if guilty and await self.writer.run(lambda tx: _reject(tx, policy.id, f"{replica.id}: {reason}")):
             self.fleet.policies.pop(policy.id, None)
 
     async def _write(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -255,8 +270,12 @@ class Reconciler:
 
 def _reject(tx: Connection, policy_id: str, reason: str) -> bool:
     """Give up a policy that is not serving yet, whatever state it has reached; whether it was given up."""
-    policy = policies.get(tx, policy_id)
-    if policy is None or policy.state not in REJECTABLE:
-        return False
-    policies.transition(tx, policy_id, policy.state, PolicyState.REJECTED, actor="reconciler", reason=reason)
-    return True
+    while (policy := policies.get(tx, policy_id)) is not None and policy.state in REJECTABLE:
+        try:
+            policies.transition(
+                tx, policy_id, policy.state, PolicyState.REJECTED, actor="reconciler", reason=reason
+            )
+        except policies.PolicyConflict:
+            continue  # the judge or another gateway moved it meanwhile: look again
+        return True
+    return False

@@ -6,23 +6,32 @@ the store and of the engines: a gateway that restarts builds it anew.
 
 from __future__ import annotations
 
-import json
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from rollout.records import Policy, PolicyKind
 from server import errors
 from server.engine.client import Engine
 from server.engine.launch import BASE_MODEL
 
+log = logging.getLogger(__name__)
 STANDARD, FAST = "standard", "fast"
 AUTO = "auto"
 _TIER_OF = {"default": STANDARD, "standard": STANDARD, "fast": FAST, "priority": FAST, "auto": AUTO}
 _WIRE = {STANDARD: "default"}
 """Tier -> ``service_tier`` in responses, which the official client's types allow."""
+
+
+class _Named(msgspec.Struct):
+    """What the gateway reads of ``run/REPLICA.json``."""
+
+    instance: str
 
 
 @dataclass(slots=True)
@@ -59,12 +68,14 @@ class Replica:
         self.failed.clear()
 
     def current_instance(self) -> str | None:
-        """The engine start that the supervisor names; None when there is none."""
+        """The engine start that the supervisor names; None when there is none, or no readable file."""
         try:
-            instance: str = json.loads(self.state_file.read_text())["instance"]
+            return msgspec.json.decode(self.state_file.read_bytes(), type=_Named).instance
         except FileNotFoundError:
             return None
-        return instance
+        except msgspec.DecodeError as error:
+            log.warning("%s: %s is not readable, so there is no engine: %s", self.id, self.state_file, error)
+            return None
 
     @contextmanager
     def carrying(self, policy_id: str) -> Iterator[None]:

@@ -6,13 +6,14 @@ started again) adopts it instead of starting a second one on the same socket.
 
 Invariant: at most one supervisor a replica (a lock on ``run/REPLICA.lock``), at most one engine a
 supervisor, and ``run/REPLICA.json`` names the engine that is alive now, under an instance id that no other
-start ever had. No such file: no engine.
+start ever had. No such file, or one that cannot be read: no engine.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -24,10 +25,12 @@ from types import FrameType, TracebackType
 from typing import IO, Any, Self
 
 import httpx
+import msgspec
 
 from server.engine import processes
 from server.engine.launch import DRAIN_SECONDS, Launch
 
+log = logging.getLogger(__name__)
 START_SECONDS = 900.0
 """How long an engine may take until its first healthy answer (large weights, compilation)."""
 POLL_SECONDS = 1.0
@@ -202,15 +205,21 @@ class Supervisor:
 
 
 def read_state(path: Path) -> EngineState | None:
-    """What ``run/REPLICA.json`` says, None when there is no engine."""
+    """What ``run/REPLICA.json`` says, None when there is no engine or the file cannot be read."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        return msgspec.json.decode(path.read_bytes(), type=EngineState)
     except FileNotFoundError:
         return None
-    return EngineState(**content)
+    except msgspec.DecodeError as error:
+        log.warning("%s is not readable, so there is no engine: %s", path, error)
+        return None
 
 
 def _write_atomically(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all, also after a power cut: on disk before it takes the name."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content))
+    with temporary.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.rename(path)

@@ -24,22 +24,48 @@ from starlette.routing import Route
 from tests.fixtures.engines import eventually
 
 PROMPT_IDS = [1, 2, 3]
+BASE, ADAPTED = -1.0, -2.0
 SAMPLED = [(11, "one "), (12, "two\u2028\x85\u2029 "), (2, "three")]
 
 
 class EngineDouble:
-    """What it was asked is in `bodies`; `slow` requests wait for ever."""
+    """What it was asked is in `bodies`; `slow` requests wait for ever.
+
+    It loads whatever adapter it is told of, and gives each id the log-prob BASE, or ADAPTED with one.
+    """
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.loaded = ["base"]
         self.cancelled = 0
         self.app = Starlette(
             routes=[
                 Route("/health", lambda _: Response()),
-                Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "base"}]})),
+                Route("/v1/models", self.models),
+                Route("/v1/load_lora_adapter", self.load, methods=["POST"]),
+                Route("/v1/unload_lora_adapter", self.unload, methods=["POST"]),
+                Route("/collective_rpc", lambda _: JSONResponse({"results": []}), methods=["POST"]),
+                Route("/v1/completions", self.score, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
             ]
         )
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"data": [{"id": name} for name in self.loaded]})
+
+    async def load(self, request: Request) -> Response:
+        self.loaded.append((await request.json())["lora_name"])
+        return Response()
+
+    async def unload(self, request: Request) -> Response:
+        self.loaded.remove((await request.json())["lora_name"])
+        return Response()
+
+    async def score(self, request: Request) -> Response:
+        body = await request.json()
+        logprob = BASE if body["model"] == "base" else ADAPTED
+        entries = [None, *({str(token): {"logprob": logprob}} for token in body["prompt"][1:])]
+        return JSONResponse({"choices": [{"prompt_logprobs": entries}]})
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()

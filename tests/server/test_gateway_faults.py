@@ -16,10 +16,10 @@ import pytest
 from rollout.records import Scope
 from server import keys
 from tests.fixtures.engines import eventually, write_config
+from tests.server.doubled import HELLO, chat, say
 from tests.server.engine_double import EngineDouble, running_double
 from tests.server.gateways import Deployment, is_ready, lines, running_gateway, tool
 
-HELLO = [{"role": "user", "content": "hi"}]
 USER = {"role": "user", "content": "hi"}
 
 
@@ -51,16 +51,6 @@ def process(prepared: Deployment, double: EngineDouble) -> Iterator[subprocess.P
 @pytest.fixture
 def deployment(prepared: Deployment, process: subprocess.Popen[bytes]) -> Deployment:
     return prepared
-
-
-def chat(deployment: Deployment, **body: Any) -> httpx.Response:
-    return deployment.call(
-        "POST", "/v1/chat/completions", {"model": "ratchet", "messages": HELLO, "store": True} | body
-    )
-
-
-def say(text: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": text}]
 
 
 @pytest.mark.parametrize(
