@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ JOB = "gate"
 RETRIES = 4
 """Of the client, per request: an engine that restarts must not cost an evaluation."""
 RETRY_DELAY_S = 5.0
+REPLICA_GONE_S = 60.0
+"""A replica that the gateway has not seen for so long holds no candidate up. It is seen every few seconds."""
 
 
 def main(args: argparse.Namespace) -> None:
@@ -71,6 +74,8 @@ class Judge:
     client: AsyncRatchet
     gate: Gate
     owner: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}")
+    gone: set[str] = field(default_factory=set)
+    """Replicas that are left out at present."""
 
     async def run(self) -> None:
         """Rounds for ever. The service's failures are waited out; a broken store ends the process."""
@@ -83,7 +88,7 @@ class Judge:
         with self.store.read() as tx:
             waiting = policies.list_policies(tx, [PolicyState.CANARY])
             left = policies.list_policies(tx, [PolicyState.GATE])
-            chosen, older = _choose(tx)
+            chosen, older = _choose(tx, self._replicas(tx))
         promoted = [await self._promote(policy) for policy in waiting]
         for policy in left:
             self._reject_if_hopeless(policy.id)
@@ -94,6 +99,15 @@ class Judge:
         if job is not None:
             await self._judge(job)
         return job is not None or any(promoted)
+
+    def _replicas(self, tx: Connection) -> set[str]:
+        """Those that are there now. One that left the configuration, or lies dead, is left out."""
+        seen_at = {replica.id: replica.seen_at for replica in placements.replicas(tx)}
+        gone = {replica for replica, at in seen_at.items() if at < time.time() - REPLICA_GONE_S}
+        for replica in sorted(gone - self.gone):
+            log.warning("%s was not seen for %.0f s: candidates need not be on it", replica, REPLICA_GONE_S)
+        self.gone = gone
+        return seen_at.keys() - gone
 
     def _enqueue(self, chosen: Policy, older: list[Policy]) -> None:
         with self.store.write() as tx:
@@ -141,7 +155,7 @@ class Judge:
             raise
         except SQLAlchemyError:
             raise
-        except Exception as error:  # noqa: BLE001 - a fault of ours must not end the judge, nor the candidate
+        except Exception as error:  # a fault of ours: it must end neither the judge nor the candidate
             log.exception("%s: the evaluation died", policy_id)
             self._retry(job, policy_id, _reason(error))
         else:
@@ -211,9 +225,8 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _choose(tx: Connection) -> tuple[Policy | None, list[Policy]]:
-    """The newest candidate that every known replica holds verified, and the candidates older than it."""
-    replicas = {replica.id for replica in placements.replicas(tx)}
+def _choose(tx: Connection, replicas: set[str]) -> tuple[Policy | None, list[Policy]]:
+    """The newest candidate that all `replicas` hold verified, and the candidates older than it."""
     candidates = policies.list_policies(tx, [PolicyState.CANDIDATE])
     for position in reversed(range(len(candidates))):
         rows = placements.placements(tx, policy_id=candidates[position].id)

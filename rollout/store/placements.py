@@ -83,11 +83,6 @@ def clear_placement(tx: Connection, replica_id: str, policy_id: str) -> None:
     tx.execute(delete(tables.placements).where(c.replica_id == replica_id, c.policy_id == policy_id))
 
 
-def clear_replica(tx: Connection, replica_id: str) -> None:
-    """Forget everything that a replica held."""
-    tx.execute(delete(tables.placements).where(tables.placements.c.replica_id == replica_id))
-
-
 def heartbeat(tx: Connection, replica_id: str, tier: str, instance: str, ready: bool) -> None:
     """Note that a replica answered; placements of its earlier instances go."""
     c = tables.placements.c
@@ -104,12 +99,6 @@ def replicas(tx: Connection) -> list[Replica]:
     """Every replica ever seen, by id; judge by `seen_at` which are there now."""
     rows = tx.execute(select(tables.replicas).order_by(tables.replicas.c.id))
     return [Replica(**row._mapping) for row in rows]
-
-
-def remove_replica(tx: Connection, replica_id: str) -> None:
-    """Forget a replica that the configuration no longer names."""
-    clear_replica(tx, replica_id)
-    tx.execute(delete(tables.replicas).where(tables.replicas.c.id == replica_id))
 
 
 def upsert(tx: Connection, table: Table, key: dict[str, object], values: dict[str, object]) -> None:

@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 from sqlalchemy.exc import OperationalError
 
 from rollout import jobs, policies
 from rollout.evals import suites
 from rollout.evals.paired import Comparison, Result, compare
-from rollout.judge import JOB, Judge
+from rollout.judge import JOB, REPLICA_GONE_S, Judge
 from rollout.promotion import Gate, JudgeConfig, decide, looks
 from rollout.records import Placement, PolicyState
-from rollout.store import Store, evaluations, placements
+from rollout.store import Store, evaluations, placements, tables
 from rollout.tasks.world import World
 from tests.fixtures import rows
 from tests.rollout.scripted import Service
@@ -190,6 +190,27 @@ def test_a_candidate_waits_until_every_replica_holds_it(deployed: Store) -> None
     rounds(deployed, api, 2)
     assert state(deployed, "p000002")[0] is PolicyState.CANDIDATE
     assert not api.bodies
+
+
+def test_a_replica_that_is_gone_holds_no_candidate_up(
+    deployed: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(deployed, "p000002", "standard-0")
+    with deployed.write() as tx:
+        gone = time.time() - REPLICA_GONE_S - 1
+        tx.execute(update(tables.replicas).where(tables.replicas.c.id == "fast-0").values(seen_at=gone))
+    rounds(deployed, service(deployed, 0.8), 3)
+    assert state(deployed, "p000002")[0] is PolicyState.PROMOTED
+    told = [record.getMessage() for record in caplog.records if "fast-0" in record.getMessage()]
+    assert told == ["fast-0 was not seen for 60 s: candidates need not be on it"]
+
+
+def test_while_no_replica_is_there_nothing_is_judged(deployed: Store) -> None:
+    publish(deployed, "p000002")
+    with deployed.write() as tx:
+        tx.execute(update(tables.replicas).values(seen_at=0.0))
+    rounds(deployed, service(deployed, 0.8), 1)
+    assert state(deployed, "p000002")[0] is PolicyState.CANDIDATE
 
 
 def test_the_newest_candidate_supersedes_older_ones(deployed: Store) -> None:

@@ -60,10 +60,8 @@ def test_placements_are_overwritten_and_go_with_their_instance(store: Store) -> 
         assert len(placements.placements(tx)) == 1
     with store.write() as tx:
         placements.clear_placement(tx, "fast-0", "p000001")
-        placements.remove_replica(tx, "standard-0")
     with store.read() as tx:
         assert placements.placements(tx) == []
-        assert placements.replicas(tx) == []
 
 
 def test_a_sample_is_used_once_a_job_and_with_its_checkpoint(store: Store) -> None:
