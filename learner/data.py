@@ -4,13 +4,14 @@ A trajectory is one sequence where its turns were joined id for id: the last tur
 with loss on every sampled span and none on prompts and tool results. Where a turn could not be joined, a new
 sequence begins.
 
-Invariant: a turn (completion id, choice) goes into at most one sample, and the cursor never passes an outcome
-that was neither dropped nor handed out.
+Invariants: a turn (completion id, choice) goes into at most one sample; a reward is the judgement that counts
+when it is handed out; the cursor never passes an outcome that was neither dropped nor handed out.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -47,6 +48,19 @@ class Dropped(Exception):
     """An outcome gives no sample; the message is the reason that `ratchet learn status` shows."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """What one outcome judges, until it is handed out."""
+
+    seq: int
+    outcome: Outcome
+    samples: list[Sample]
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        return [key for sample in self.samples for key in sample.keys]
+
+
 class Feed:
     """Reads `outcomes.judged` from `cursor` on and hands samples out in order."""
 
@@ -56,7 +70,7 @@ class Feed:
         """Everything up to here was trained on or dropped."""
         self.counts = counts
         self._read = cursor
-        self._pending: deque[tuple[int, list[Sample]]] = deque()
+        self._pending: deque[_Waiting] = deque()
         self._drops: deque[tuple[int, str]] = deque()
         self._keys: set[tuple[str, int]] = set()
 
@@ -74,7 +88,7 @@ class Feed:
 
     @property
     def waiting(self) -> int:
-        return sum(len(samples) for _, samples in self._pending)
+        return sum(len(waiting.samples) for waiting in self._pending)
 
     def take(self, wanted: int) -> list[Sample] | None:
         """At least `wanted` samples, in order, or None while there are fewer. Moves the cursor past them.
@@ -83,19 +97,19 @@ class Feed:
         """
         with self.store.read() as tx:
             served = served_policies(tx)
-        while self.fill(wanted) >= wanted and self._drop_stale(served):
+        while self.fill(wanted) >= wanted and self._review(wanted, served):
             pass  # what was dropped is made up for
         if self.waiting < wanted:
             return None
         taken: list[Sample] = []
         while len(taken) < wanted:
-            self.cursor, samples = self._pending.popleft()
-            taken += samples
+            waiting = self._pending.popleft()
+            self.cursor = waiting.seq
+            taken += waiting.samples
+            self._keys.difference_update(waiting.keys)
             self.counts.judged += 1
         if not self._pending:
             self.cursor = self._read
-        for sample in taken:
-            self._keys.difference_update(sample.keys)
         self._settle(len(taken))
         return taken
 
@@ -115,29 +129,40 @@ class Feed:
     def _add(self, tx: Connection, seq: int, outcome: Outcome) -> None:
         try:
             samples = build(tx, outcome, self.limits)
-            keys = [key for sample in samples for key in sample.keys]
-            if self._keys.intersection(keys) or learning.used_keys(tx, self.job, keys):
+            waiting = _Waiting(seq=seq, outcome=outcome, samples=samples)
+            if self._keys.intersection(waiting.keys) or learning.used_keys(tx, self.job, waiting.keys):
                 raise Dropped("duplicate")
         except Dropped as dropped:
             self._drops.append((seq, str(dropped)))
             return
-        self._keys.update(keys)
-        self._pending.append((seq, samples))
+        self._keys.update(waiting.keys)
+        self._pending.append(waiting)
 
-    def _drop_stale(self, served: list[str]) -> bool:
-        """Whether any were."""
-        kept: deque[tuple[int, list[Sample]]] = deque()
-        for seq, samples in self._pending:
-            if staleness(samples, served) > self.limits.max_staleness:
-                self._drops.append((seq, "stale"))
-                for sample in samples:
-                    self._keys.difference_update(sample.keys)
-            else:
-                kept.append((seq, samples))
-        stale = len(self._pending) - len(kept)
-        self._pending = kept
+    def _review(self, wanted: int, served: list[str]) -> bool:
+        """Judges anew what is about to be handed out: policies and outcomes came while it waited.
+
+        Drops what is stale or struck out, and takes over the judgement that counts now. Returns
+        whether any was dropped.
+        """
+        kept: deque[_Waiting] = deque()
+        before = len(self._drops)
+        with self.store.read() as tx:
+            while self._pending and sum(len(waiting.samples) for waiting in kept) < wanted:
+                waiting = self._pending.popleft()
+                try:
+                    if staleness(waiting.samples, served) > self.limits.max_staleness:
+                        raise Dropped("stale")
+                    reward = _counting(tx, waiting.outcome)[1]
+                except Dropped as dropped:
+                    self._drops.append((waiting.seq, str(dropped)))
+                    self._keys.difference_update(waiting.keys)
+                    continue
+                for sample in waiting.samples:
+                    sample.reward = reward
+                kept.append(waiting)
+        self._pending = kept + self._pending
         self._drops = deque(sorted(self._drops))
-        return stale > 0
+        return len(self._drops) > before
 
 
 def served_policies(tx: Connection) -> list[str]:
@@ -158,7 +183,7 @@ def staleness(samples: Iterable[Sample], served: Iterable[str]) -> int:
 
 def build(tx: Connection, outcome: Outcome, limits: Limits) -> list[Sample]:
     """The samples that `outcome` judges. Raises Dropped."""
-    _check(tx, outcome)
+    reward = _reward(tx, outcome)
     turns = _turns(tx, outcome)
     samples = sequences(turns, outcome.choice if outcome.completion_id else 0)
     trainable = [sample for sample in samples if sample.num_sampled]
@@ -167,9 +192,8 @@ def build(tx: Connection, outcome: Outcome, limits: Limits) -> list[Sample]:
         raise Dropped(f"untrainable: {min(reasons)}" if reasons else "broken")
     if any(len(sample.tokens) > limits.max_tokens for sample in trainable):
         raise Dropped("too long")
-    assert outcome.value is not None
     for sample in trainable:
-        sample.reward = outcome.value
+        sample.reward = reward
     return trainable
 
 
@@ -179,7 +203,8 @@ def sequences(turns: list[Completion], last_choice: int) -> list[Sample]:
     for number, turn in enumerate(turns):
         following = turns[number + 1] if number + 1 < len(turns) else None
         choice = _continued(turn, following, last_choice)
-        if len(choice.token_ids) != len(choice.logprobs) or not turn.prompt_token_ids:
+        whole = len(choice.token_ids) == len(choice.logprobs) and all(map(math.isfinite, choice.logprobs))
+        if not whole or not turn.prompt_token_ids:
             raise Dropped("broken")
         joined = (
             turn.joint is Joint.JOINED
@@ -234,14 +259,22 @@ def _group(turn: Completion) -> str:
     return f"{turn.policy_id} {turn.task or ''} {prompt}"
 
 
-def _check(tx: Connection, outcome: Outcome) -> None:
-    """Raises Dropped unless this outcome is the one that counts for its subject."""
+def _reward(tx: Connection, outcome: Outcome) -> float:
+    """Its value. Raises Dropped unless this outcome is the one that counts for its subject."""
     if not outcome.trusted:
         raise Dropped("untrusted")
     if outcome.error is not None:
         raise Dropped("judge failed")
     if outcome.metric != "reward":
         raise Dropped("another metric")
+    counts, value = _counting(tx, outcome)
+    if counts != outcome.id:
+        raise Dropped("superseded")
+    return value
+
+
+def _counting(tx: Connection, outcome: Outcome) -> tuple[str, float]:
+    """Id and value of what counts now for the subject of `outcome`. Raises Dropped when nothing trains it."""
     project = projects.get_project(tx, outcome.project_id)
     if project is None or project.learn is Learn.NONE:
         raise Dropped("learn is none")
@@ -251,8 +284,11 @@ def _check(tx: Connection, outcome: Outcome) -> None:
         assert outcome.trajectory_id is not None
         judgements = outcomes.for_trajectory(tx, outcome.project_id, outcome.trajectory_id)
     counts = outcomes.effective(judgements)
-    if counts is None or counts.id != outcome.id:
+    if counts is None or counts.value is None:
         raise Dropped("superseded")
+    if abs(counts.value) > outcomes.MAX_VALUE:
+        raise Dropped("out of range")
+    return counts.id, counts.value
 
 
 def _turns(tx: Connection, outcome: Outcome) -> list[Completion]:

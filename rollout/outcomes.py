@@ -6,7 +6,6 @@ once and in an order that never changes, whatever number of processes write at t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,9 @@ from sqlalchemy import Connection, Row, insert, or_, select, text
 
 from rollout.records import Outcome, Source
 from rollout.store import tables
+
+MAX_VALUE = 1000.0
+"""Largest value of an outcome, either side of zero: sums and squares of values stay finite."""
 
 PRECEDENCE = {Source.USER: 0, Source.GRADER: 1, Source.VERIFIER: 2}
 
@@ -34,7 +36,8 @@ def record(tx: Connection, outcome: Outcome) -> Outcome:
     """Store `outcome`. Returns the very object when it is new, the stored one when this is a replay.
 
     Raises OutcomeConflict when the id is taken by an outcome with other content, OutcomeInvalid when it
-    names both or neither of completion and trajectory, or both or neither of a finite value and an error.
+    names both or neither of completion and trajectory, or both or neither of an error and a value within
+    MAX_VALUE.
     """
     _check(outcome)
     if tx.dialect.name == "postgresql":
@@ -137,8 +140,10 @@ def _check(outcome: Outcome) -> None:
         raise OutcomeInvalid("an outcome judges one completion or one trajectory: give exactly one id")
     if (outcome.value is None) == (outcome.error is None):
         raise OutcomeInvalid("an outcome has either a value or the error that kept the judge from one")
-    if outcome.value is not None and not math.isfinite(outcome.value):
-        raise OutcomeInvalid(f"an outcome's value is a finite number, not {outcome.value}")
+    if outcome.value is not None and not abs(outcome.value) <= MAX_VALUE:
+        raise OutcomeInvalid(
+            f"an outcome's value is a number from -{MAX_VALUE:.0f} to {MAX_VALUE:.0f}, not {outcome.value}"
+        )
     if outcome.supersedes == outcome.id:
         raise OutcomeInvalid("an outcome cannot supersede itself")
 

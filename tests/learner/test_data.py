@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any
 
+import msgspec
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, update
 
 from learner.data import Counts, Feed, Limits, served_policies, staleness, strata
 from rollout import outcomes, policies
-from rollout.records import CompletionStatus, Joint, Learn, PolicyState, Project
-from rollout.store import Store, completions, learning, projects
+from rollout.records import CompletionStatus, Joint, Learn, PolicyState, Project, Source
+from rollout.store import Store, completions, learning, projects, tables
 from tests.fixtures import rows
 
 LIMITS = Limits(max_staleness=4, max_tokens=100)
@@ -133,7 +135,11 @@ def test_what_does_not_train_is_counted_with_its_reason(filled: Store) -> None:
     add(filled, "c5", {}, trainable=False, untrainable_reason="top_p")
     add(filled, "c6", {}, status=CompletionStatus.CANCELLED)
     add(filled, "c7", {}, choices=[rows.choice(0, list(range(3, 120)))])
+    add(filled, "c8", {})
+    add(filled, "c9", {}, choices=[msgspec.structs.replace(rows.choice(), logprobs=[-1.0, nan, -inf])])
     with filled.write() as tx:
+        # As an older version stored it.
+        tx.execute(update(tables.outcomes).where(tables.outcomes.c.id == "o-c8").values(value=-1e308))
         outcomes.record(tx, rows.outcome("gone", completion_id="c-unknown"))
     reader = feed(filled)
     assert reasons(reader) == {
@@ -145,8 +151,10 @@ def test_what_does_not_train_is_counted_with_its_reason(filled: Store) -> None:
         "not completed": 1,
         "too long": 1,
         "not kept": 1,
+        "out of range": 1,
+        "broken": 1,
     }
-    assert reader.status().judged == 8
+    assert reader.status().judged == 10
     assert reader.waiting == 0
 
 
@@ -161,6 +169,42 @@ def test_the_outcome_that_counts_trains_and_the_others_are_superseded(filled: St
     assert samples is not None
     assert [sample.reward for sample in samples] == [1.0]
     assert reader.status().dropped == {"superseded": 1}
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["unread", "read"])
+def test_a_later_judgement_replaces_the_one_that_waits(filled: Store, read: bool) -> None:
+    """Whether the feed has met the later one or not, when the sample is handed out."""
+    add(filled, "c1", {"value": 1.0, "source": Source.USER})
+    add(filled, "c2", {"value": 1.0})
+    reader = feed(filled)
+    assert reader.fill(2) == 2
+    add(filled, "c3", {"value": 0.25})
+    with filled.write() as tx:
+        outcomes.record(tx, rows.outcome("verifier", completion_id="c1", value=0.0))
+        outcomes.record(tx, rows.outcome("wrong", completion_id="c2", error="wrong", supersedes="o-c2"))
+    if read:
+        assert reader.fill(4) == 3
+    samples = reader.take(2)
+    assert samples is not None
+    assert [(sample.keys[0][0], sample.reward) for sample in samples] == [("c1", 0.0), ("c3", 0.25)]
+    assert reasons(reader) == {"superseded": 1, "duplicate": 1, "judge failed": 1}
+    assert (reader.counts.judged, reader.counts.trained) == (5, 2)
+    with filled.write() as tx:
+        outcomes.record(tx, rows.outcome("right", completion_id="c2", value=0.5, created_at=3000.0))
+    again = reader.take(1)
+    assert again is not None
+    assert [(sample.keys[0][0], sample.reward) for sample in again] == [("c2", 0.5)]
+
+
+def test_a_project_that_withdraws_takes_along_what_waits(filled: Store) -> None:
+    add(filled, "c1", {})
+    reader = feed(filled)
+    assert reader.fill(1) == 1
+    with filled.write() as tx:
+        tx.execute(update(tables.projects).values(learn=Learn.NONE.value))
+    assert reasons(reader) == {}
+    assert reader.take(1) is None
+    assert reader.status().dropped == {"learn is none": 1}
 
 
 def test_no_turn_is_used_twice(filled: Store) -> None:

@@ -66,6 +66,8 @@ def test_a_replay_gives_the_stored_outcome_and_other_content_conflicts(store: St
         {"value": 1.0, "error": "and a value"},
         {"value": float("nan")},
         {"value": float("inf")},
+        {"value": 1000.5},
+        {"value": -1e308},
         {"supersedes": "o"},
     ],
 )
