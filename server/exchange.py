@@ -32,7 +32,7 @@ from server.schemas import ChatRequest
 from server.sessions import Session, Sessions
 from server.tiers import AUTO, Fleet, Replica, engine_model
 from server.warm import Prefixes
-from server.writer import Writer
+from server.writer import Writer, turn_of
 
 log = logging.getLogger(__name__)
 FINISHES = ("stop", "length", "tool_calls", "content_filter")
@@ -160,7 +160,10 @@ class Exchange:
             return
         hashes = trajectories.contexts(completion) if completion.status is CompletionStatus.COMPLETED else []
         try:
-            await self.parts.writer.run(lambda tx: completions.insert(tx, completion, hashes))
+            await self.parts.writer.run(
+                lambda tx: completions.insert(tx, completion, hashes),
+                turn_of(completion.project_id, completion.trajectory_id),
+            )
         except SQLAlchemyError as failure:
             self.parts.metrics.commit_failures.inc()
             log.error("%s: not committed: %s", completion.id, failure)

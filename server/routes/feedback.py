@@ -17,6 +17,7 @@ from server.auth import Caller
 from server.gateway import gateway
 from server.responses import json_response
 from server.schemas import Feedback, outcome_value, parse
+from server.writer import OUTCOMES
 
 router = APIRouter()
 
@@ -50,7 +51,7 @@ async def create(request: Request) -> Response:
         return outcomes.record(tx, outcome)
 
     try:
-        stored = await parts.writer.run(write)
+        stored = await parts.writer.run(write, OUTCOMES)
     except outcomes.OutcomeConflict as conflict:
         raise errors.lost_race(f"{conflict}.") from None
     except outcomes.OutcomeInvalid as wrong:
