@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -26,7 +27,12 @@ from tokenizers import Tokenizer
 
 from rollout.records import Choice, Completion
 
+log = logging.getLogger(__name__)
 SESSION_HEADER = "x-session-id"
+NAME_KEY = "trajectory_id"
+"""In a request's metadata."""
+NAME_CHARACTERS = 256
+"""Longest name of a trajectory."""
 
 Message = dict[str, Any]
 
@@ -45,9 +51,14 @@ class Break:
     reason: str
 
 
-def named(metadata: Mapping[str, str], session: str | None, prompt_cache_key: str | None) -> str | None:
-    """The name the caller gave the trajectory: metadata, then session header, then prompt cache key."""
-    return metadata.get("trajectory_id") or session or prompt_cache_key or None
+def named(metadata: Mapping[str, str], session: str | None) -> str | None:
+    """The name the caller gave the trajectory: metadata, then session header."""
+    return metadata.get(NAME_KEY) or session or None
+
+
+def can_be_named(name: str) -> bool:
+    """Whether a trajectory can have this name: an index has to hold it, and a header to say it."""
+    return len(name) <= NAME_CHARACTERS and name.isprintable()
 
 
 def text_of(content: Any) -> str:
@@ -94,7 +105,11 @@ def join(
         return Break("no ids were captured for the turn before")
     if answer == len(messages) - 1:
         return Break("the conversation ends with an assistant message")
-    suffix = renderer.suffix(messages, answer, earlier.tools, _ending(renderer, choice))
+    try:
+        suffix = renderer.suffix(messages, answer, earlier.tools, _ending(renderer, choice))
+    except Exception as error:
+        log.exception("%s: the turn after it cannot be rendered", earlier.id)
+        return Break(f"the chat template failed: {type(error).__name__}")
     if isinstance(suffix, Break):
         return suffix
     return Joined([*earlier.prompt_token_ids, *choice.token_ids, *suffix])
@@ -209,7 +224,7 @@ def _prepared(message: Message) -> Message:
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(function.get("arguments") or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, an integer of thousands of digits, nested too deep
         return {}  # what the engine makes of malformed history; only the text after it matters here
     return arguments if isinstance(arguments, dict) else {}
 

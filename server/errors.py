@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rollout.trajectories import NAME_CHARACTERS
+
 
 class ApiError(Exception):
     """Ends a request with `status` and OpenAI's error object."""
@@ -42,6 +44,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, f"'{param}' is not supported: {why}.", param=param, code="unsupported_parameter")
+
+
+def wrong_name(param: str) -> ApiError:
+    message = f"'{param}' names a trajectory: at most {NAME_CHARACTERS} printable characters."
+    return invalid(message, param, "invalid_value")
 
 
 def bad_key() -> ApiError:

@@ -7,7 +7,6 @@ cancelled, and the engine stops working for it at once.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import time
@@ -21,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rollout import capture, trajectories
 from rollout.records import Completion, CompletionStatus, Joint
-from rollout.store import Store, completions
+from rollout.store import completions
 from server import errors, routing
 from server.auth import Caller
 from server.config import GatewayConfig
@@ -29,8 +28,9 @@ from server.engine.client import ChatEvent, ChatResult
 from server.engine.errors import EngineRejected, EngineUnavailable
 from server.metrics import Metrics
 from server.schemas import ChatRequest
-from server.sessions import Session, Sessions
+from server.sessions import Session
 from server.tiers import AUTO, Fleet, Replica, engine_model
+from server.turns import Turn, Turns
 from server.warm import Prefixes
 from server.writer import Writer, turn_of
 
@@ -38,18 +38,6 @@ log = logging.getLogger(__name__)
 FINISHES = ("stop", "length", "tool_calls", "content_filter")
 ABORTED = EngineRejected(500, {"message": "the engine aborted the request"})
 """Without a finish reason, or with one that is not OpenAI's, an answer is not whole."""
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Turn:
-    """Where a request stands in its trajectory."""
-
-    trajectory_id: str
-    session: Session
-    number: int
-    joint: Joint
-    break_reason: str | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,6 +144,10 @@ class Exchange:
             latency_ms=(time.monotonic() - self.started) * 1e3,
         )
         self.parts.measure(completion, self.ttft_s)
+        if status is CompletionStatus.COMPLETED:
+            self.parts.prefixes.observe(
+                self.engine_body["cache_salt"], self.request.messages, self.request.tools
+            )
         if not self.keep or (status is not CompletionStatus.COMPLETED and not self.recorder.sampled):
             return
         hashes = trajectories.contexts(completion) if completion.status is CompletionStatus.COMPLETED else []
@@ -178,12 +170,10 @@ class Exchanges:
     config: GatewayConfig
     max_model_len: int
     base: str
-    store: Store
     writer: Writer
     fleet: Fleet
-    sessions: Sessions
+    turns: Turns
     prefixes: Prefixes
-    renderer: trajectories.PromptRenderer
     metrics: Metrics
 
     async def open(self, caller: Caller, request: ChatRequest, headers: Mapping[str, str]) -> Exchange:
@@ -192,11 +182,12 @@ class Exchanges:
         priority = routing.priority(headers)
         named = self.fleet.named(request.model, request.service_tier, caller.project.default_tier)
         keep = capture.wanted(caller.project, request.store)
-        turn = await self._turn(caller, request, headers, keep)
+        turn = await self.turns.of(caller.project.id, request, headers, keep)
         policy_id, replica = self._place(named.tier, named.policy, turn.session, now)
-        turn.session.answered(policy_id, replica.tier, replica.id, now)
+        turn.session.on_replica(replica.tier, replica.id)
+        if named.policy is None:
+            turn.session.answered(policy_id, now)
         salt = _cache_salt(caller.project.id, self.base)
-        self.prefixes.observe(salt, request.messages, request.tools)
         recorder = capture.Recorder(
             capture.Request(
                 id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -263,6 +254,8 @@ class Exchanges:
         replicas = self.fleet.replicas if tier == AUTO else self.fleet.of(tier)
         held = session.held(now, self.config.policy_hold_s)
         promoted = self.fleet.serving.promoted
+        if not self.fleet.has_served(held):
+            held = None
         for policy in [pinned] if pinned else [held, promoted]:
             if policy is None or policy not in self.fleet.policies:
                 continue
@@ -274,68 +267,6 @@ class Exchanges:
                 return policy, replica
         reasons = "; ".join(f"{r.id}: {r.why_not}" for r in replicas if r.why_not)
         raise errors.tier_unavailable(tier, reasons or f"policy {pinned} is still being verified")
-
-    async def _turn(
-        self, caller: Caller, request: ChatRequest, headers: Mapping[str, str], keep: bool
-    ) -> Turn:
-        project_id = caller.project.id
-        name = trajectories.named(
-            request.metadata or {}, headers.get(trajectories.SESSION_HEADER), request.prompt_cache_key
-        )
-        answer = trajectories.last_answer(request.messages)
-        match = None
-        if keep and answer is not None:
-            match = await asyncio.to_thread(self._earlier, project_id, request, answer, name)
-        if match is not None:
-            session = await self.sessions.get(project_id, match.completion.trajectory_id)
-            return self._continued(match, session, request, answer or 0)
-        if name is None:
-            name = f"traj_{uuid.uuid4().hex}"
-            return Turn(
-                trajectory_id=name, session=self.sessions.new(project_id, name), number=0, joint=Joint.START
-            )
-        session = await self.sessions.get(project_id, name)
-        if session.turns == 0:
-            return Turn(trajectory_id=name, session=session, number=0, joint=Joint.START)
-        return Turn(
-            trajectory_id=name,
-            session=session,
-            number=session.turns,
-            joint=Joint.BREAK,
-            break_reason="the messages do not continue a recorded turn",
-        )
-
-    def _continued(
-        self, match: completions.ContextMatch, session: Session, request: ChatRequest, answer: int
-    ) -> Turn:
-        earlier = match.completion
-        result = trajectories.join(
-            self.renderer, earlier, earlier.choices[match.choice], request.messages, answer
-        )
-        joined = isinstance(result, trajectories.Joined)
-        return Turn(
-            trajectory_id=earlier.trajectory_id,
-            session=session,
-            number=earlier.turn + 1,
-            joint=Joint.JOINED if joined else Joint.BREAK,
-            break_reason=result.reason if isinstance(result, trajectories.Break) else None,
-            prompt_token_ids=result.prompt_token_ids if isinstance(result, trajectories.Joined) else None,
-        )
-
-    def _earlier(
-        self, project_id: str, request: ChatRequest, answer: int, name: str | None
-    ) -> completions.ContextMatch | None:
-        """The recorded turn that these messages go on from, of the named trajectory when there is a name."""
-        context = trajectories.context_hash(project_id, request.tools, request.messages[: answer + 1])
-        with self.store.read() as tx:
-            match = completions.match_context(tx, project_id, context)
-            if match is None or name in (None, match.completion.trajectory_id):
-                return match
-            # Another trajectory said the very same; look for the turn in the one that was named.
-            for completion in reversed(completions.of_trajectory(tx, project_id, name or "")):
-                if context in (hashes := trajectories.contexts(completion)):
-                    return completions.ContextMatch(completion=completion, choice=hashes.index(context))
-        return None
 
 
 def _engine_body(request: ChatRequest, model: str, cache_salt: str) -> dict[str, Any]:

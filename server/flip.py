@@ -17,7 +17,7 @@ from rollout.records import Policy, PolicyState
 from rollout.store import Store
 from server import errors
 from server.config import GatewayConfig
-from server.engine.errors import EngineError
+from server.engine.errors import EngineRejected, EngineUnavailable
 from server.metrics import Metrics
 from server.reconcile import Reconciler
 from server.tiers import Fleet, Replica
@@ -124,10 +124,15 @@ class Flips:
 
 async def _run(replica: Replica, policy_id: str, bodies: list[dict[str, Any]]) -> int:
     with replica.carrying(policy_id):
-        for done, body in enumerate(bodies):
+        done = 0
+        for body in bodies:
             try:
                 await replica.engine.chat(body, priority=PRIORITY)
-            except EngineError as error:
+            except EngineRejected as error:
+                log.warning("%s: warm-up of %s leaves one prefix out: %s", replica.id, policy_id, error)
+            except EngineUnavailable as error:
                 log.warning("%s: warm-up of %s stopped: %s", replica.id, policy_id, error)
-                return done
-    return len(bodies)
+                break
+            else:
+                done += 1
+    return done

@@ -1,6 +1,6 @@
 """The gateway's parts, built once from the deployment's TOML and passed down. No module holds state.
 
-request -> auth -> schemas -> exchange (sessions, routing, capture) -> engine.client -> streaming
+request -> auth -> schemas -> exchange (turns, sessions, routing, capture) -> engine.client -> streaming
 store   -> reconcile -> tiers.Fleet <- flip
 """
 
@@ -31,6 +31,7 @@ from server.metrics import Metrics
 from server.reconcile import Reconciler
 from server.sessions import Sessions
 from server.tiers import Fleet, Replica
+from server.turns import Turns
 from server.warm import Prefixes
 from server.writer import Writer
 
@@ -101,12 +102,14 @@ def build(document: dict[str, Any]) -> Gateway:
             config=own,
             max_model_len=engine.max_model_len,
             base=base,
-            store=store,
             writer=writer,
             fleet=fleet,
-            sessions=Sessions(store, own.trajectories_in_memory),
+            turns=Turns(
+                store=store,
+                sessions=Sessions(store, own.trajectories_in_memory),
+                renderer=PromptRenderer(Path(model.path)),
+            ),
             prefixes=prefixes,
-            renderer=PromptRenderer(Path(model.path)),
             metrics=metrics,
         ),
         flips=Flips(

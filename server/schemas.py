@@ -1,7 +1,7 @@
 """HTTP bodies, checked at the edge. Every field has one of three fates: applied, accepted without effect
 (documented here), or refused with 400 naming it. Nothing is dropped in silence.
 
-Accepted without effect: ``user``, ``safety_identifier``, ``prompt_cache_options``,
+Accepted without effect: ``user``, ``safety_identifier``, ``prompt_cache_key``, ``prompt_cache_options``,
 ``prompt_cache_retention``, ``prediction`` (its token counts are reported as 0), ``parallel_tool_calls:
 true``, ``stream_options.include_obfuscation``, ``reasoning_effort: none`` and ``verbosity: medium``.
 """
@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rollout import trajectories
 from server import errors
 
 Message = dict[str, Any]
@@ -220,6 +221,8 @@ def outcome_value(feedback: Feedback) -> float | None:
 def _check_metadata(metadata: dict[str, str]) -> None:
     if len(metadata) > 16:
         raise errors.invalid("'metadata' takes at most 16 pairs.", "metadata")
+    if not trajectories.can_be_named(metadata.get(trajectories.NAME_KEY, "")):
+        raise errors.wrong_name(f"metadata.{trajectories.NAME_KEY}")
     for key, value in metadata.items():
         if len(key) > 64 or len(value) > 512:
             raise errors.invalid(

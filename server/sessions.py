@@ -18,6 +18,7 @@ class Session:
     """One trajectory as the gateway remembers it."""
 
     policy: str | None = None
+    """What answered last, requests that pinned a policy apart."""
     since: float = 0.0
     """Unix seconds since which it has been on `policy`."""
     turns: int = 0
@@ -28,9 +29,12 @@ class Session:
         """The policy it stays on, while the hold lasts."""
         return self.policy if self.policy is not None and now - self.since <= hold_s else None
 
-    def answered(self, policy: str, tier: str, replica: str, now: float) -> None:
+    def answered(self, policy: str, now: float) -> None:
+        """A request that pinned no policy was given `policy`."""
         if policy != self.policy:
             self.policy, self.since = policy, now
+
+    def on_replica(self, tier: str, replica: str) -> None:
         self.replica_of_tier[tier] = replica
 
 

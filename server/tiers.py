@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollout.records import Policy, PolicyKind
+from rollout.records import Policy, PolicyKind, PolicyState
 from server import errors
 from server.engine.client import Engine
 from server.engine.launch import BASE_MODEL
@@ -142,6 +142,11 @@ class Fleet:
         if tier != AUTO and tier not in self.tiers:
             raise errors.unknown_tier(tier)
         return Named(tier=tier, policy=policy or None)
+
+    def has_served(self, policy_id: str | None) -> bool:
+        """Whether the policy has passed the gate: what callers who pinned nothing may be given."""
+        policy = self.policies.get(policy_id or "")
+        return policy is not None and policy.state in (PolicyState.PROMOTED, PolicyState.RETIRED)
 
     def answered_by(self, policy_id: str) -> str:
         return f"{self.model}@{policy_id}"

@@ -1,7 +1,7 @@
 """Prompt prefixes that many requests share, to be run through a policy before it serves everyone.
 
 A policy's prefix cache is its own, so the first requests after a flip would all pay for the tools and the
-system message again. Counted over recent requests; bounded.
+system message again. Counted over recent requests that an engine answered; bounded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 REMEMBERED = 256
+LARGEST = 64 * 1024
+"""Bytes of a prefix; a longer one is one caller's document."""
 PRIORITY = 100
 """Later than any caller: lower goes first."""
 
@@ -42,6 +44,8 @@ class Prefixes:
         if tools:
             body["tools"] = tools
         key = msgspec.json.encode(body)
+        if len(key) > LARGEST:
+            return
         prefix = self._known.setdefault(key, _Prefix(body))
         prefix.uses += 1
         self._known.move_to_end(key)

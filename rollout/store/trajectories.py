@@ -1,6 +1,7 @@
 """Trajectories: one row for each, kept up to date by the insertion of its completions.
 
 Invariant: after a transaction that inserts a completion, its trajectory's row counts it; nobody else writes.
+The policy in the row is never one that a request pinned, unless every request so far pinned one.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from sqlalchemy import Connection, Insert, case, func, select
+from sqlalchemy import Connection, Insert, and_, case, func, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rollout.records import Completion, Joint
 from rollout.store import tables
+
+PINNED = 0.0
+"""`policy_since` of a turn whose policy the caller chose."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +26,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     task: str | None
     policy_id: str
-    """The policy that answered last."""
+    """The policy that answered last, requests that pinned one apart."""
     policy_since: float
-    """When the trajectory first used `policy_id` in its present span."""
+    """When the trajectory first used `policy_id` in its present span; 0 while every request pinned one."""
     created_at: float
     last_at: float
     turns: int
@@ -41,6 +45,32 @@ def get(tx: Connection, project_id: str, trajectory_id: str) -> Trajectory | Non
     return None if row is None else Trajectory(**row._mapping)
 
 
+class ContextTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn by its ids alone; `choice` is an index into the completion's choices."""
+
+    completion_id: str
+    choice: int
+
+
+def turn_with_context(
+    tx: Connection, project_id: str, trajectory_id: str, context_hash: str
+) -> ContextTurn | None:
+    """The newest completion of the trajectory after which a conversation hashes to `context_hash`."""
+    c, contexts = tables.completions.c, tables.completion_contexts.c
+    row = tx.execute(
+        select(c.id, contexts.choice)
+        .join_from(tables.completion_contexts, tables.completions, contexts.completion_id == c.id)
+        .where(
+            contexts.project_id == project_id,
+            contexts.context_hash == context_hash,
+            c.trajectory_id == trajectory_id,
+        )
+        .order_by(c.seq.desc(), contexts.choice)
+        .limit(1)
+    ).one_or_none()
+    return None if row is None else ContextTurn(completion_id=row.id, choice=row.choice)
+
+
 def add_turns(tx: Connection, completions: Sequence[Completion]) -> None:
     """Count `completions` in their trajectories; `completions.insert_many` calls it."""
     # In one order everywhere: two gateways that upsert the same rows in different orders would deadlock.
@@ -53,7 +83,7 @@ def add_turns(tx: Connection, completions: Sequence[Completion]) -> None:
                 "id": c.trajectory_id,
                 "task": c.task,
                 "policy_id": c.policy_id,
-                "policy_since": c.created_at,
+                "policy_since": PINNED if "@" in c.model else c.created_at,
                 "created_at": c.created_at,
                 "last_at": c.created_at,
                 "turns": c.turn + 1,
@@ -69,13 +99,14 @@ def _upsert(dialect: str) -> Insert:
     old = table.c
     insert = (postgresql.insert if dialect == "postgresql" else sqlite.insert)(table)
     new = insert.excluded
-    same_policy = old.policy_id == new.policy_id
+    pinned = new.policy_since == PINNED
+    goes_on = and_(old.policy_id == new.policy_id, old.policy_since != PINNED)
     return insert.on_conflict_do_update(
         index_elements=[old.project_id, old.id],
         set_={
             "task": func.coalesce(old.task, new.task),
-            "policy_id": new.policy_id,
-            "policy_since": case((same_policy, old.policy_since), else_=new.policy_since),
+            "policy_id": case((pinned, old.policy_id), else_=new.policy_id),
+            "policy_since": case((or_(pinned, goes_on), old.policy_since), else_=new.policy_since),
             "last_at": case((old.last_at > new.last_at, old.last_at), else_=new.last_at),
             "turns": case((old.turns > new.turns, old.turns), else_=new.turns),
             "breaks": old.breaks + new.breaks,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import string
+from urllib.parse import quote
+
 from fastapi import APIRouter, Request, Response
 
 from rollout.records import Scope
@@ -12,6 +15,8 @@ from server.streaming import ClientGone, Connection, EventStream, Names, caller_
 
 router = APIRouter()
 CLIENT_CLOSED_REQUEST = 499
+AS_IT_IS = string.punctuation.replace("%", "")
+"""Beside letters and digits; all else of a trajectory's name is percent-encoded UTF-8 in its header."""
 
 
 @router.post("/v1/chat/completions")
@@ -21,7 +26,7 @@ async def create(request: Request) -> Response:
     body = chat_request(await request.body())
     exchange = await parts.exchanges.open(caller, body, request.headers)
     names = Names(exchange, parts.fleet.answered_by(exchange.recorder.request.policy_id))
-    headers = {"x-trajectory-id": exchange.turn.trajectory_id}
+    headers = {"x-trajectory-id": quote(exchange.turn.trajectory_id, safe=AS_IT_IS)}
     connection = Connection(request.receive)
     events = caller_events(exchange, names)
 
@@ -36,8 +41,9 @@ async def create(request: Request) -> Response:
     try:
         if body.stream:
             first = await connection.race(anext(events))
+            stream = EventStream(first, events, connection, finish, headers)
             handed_on = True
-            return EventStream(first, events, connection, finish, headers)
+            return stream
         result = await connection.race(exchange.answer())
         gone = False
         return json_response(names.body(result), headers=headers)

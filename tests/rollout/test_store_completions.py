@@ -167,3 +167,32 @@ def test_deletion_takes_the_contexts_and_never_reuses_a_seq(store: Store) -> Non
         assert completions.by_context(tx, PROJECT, "h") is None
         assert [c.id for c in completions.of_trajectory(tx, PROJECT, "t")] == ["c2"]
         assert tx.exec_driver_sql("SELECT seq FROM completions").scalar_one() == 2
+
+
+def test_a_pinned_policy_is_not_what_the_trajectory_is_on(store: Store) -> None:
+    add_project(store)
+    steps = [
+        # what was asked for, what answered, when -> what the row says
+        ("ratchet@p000007", "p000007", 10.0, ("p000007", 0.0)),
+        ("ratchet", "p000001", 20.0, ("p000001", 20.0)),
+        ("ratchet@p000007", "p000007", 30.0, ("p000001", 20.0)),
+        ("ratchet-fast", "p000001", 40.0, ("p000001", 20.0)),
+        ("ratchet", "p000002", 50.0, ("p000002", 50.0)),
+    ]
+    for i, (model, policy, at, expected) in enumerate(steps):
+        with store.write() as tx:
+            turn = completion(f"c{i}", trajectory_id="t", model=model, policy_id=policy, created_at=at)
+            completions.insert(tx, turn)
+            row = trajectories.get(tx, PROJECT, "t")
+        assert row is not None
+        assert (row.policy_id, row.policy_since) == expected
+
+
+def test_a_turn_is_found_by_context_within_its_trajectory(store: Store) -> None:
+    add_project(store)
+    with store.write() as tx:
+        for i, name in enumerate(("a", "b", "a", "b")):
+            completions.insert(tx, completion(f"c{i}", trajectory_id=name), ["other", "same"])
+        found = [trajectories.turn_with_context(tx, PROJECT, name, "same") for name in ("a", "b", "c")]
+    expected = [trajectories.ContextTurn(completion_id=i, choice=1) for i in ("c2", "c3")]
+    assert found == [*expected, None]

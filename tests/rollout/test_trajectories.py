@@ -126,6 +126,30 @@ def test_a_template_that_forgets_cannot_be_joined(tiny_tokenizer: Path, tmp_path
     assert "differently" in broken.reason
 
 
+def test_a_template_that_fails_is_a_break_with_its_kind(tiny_tokenizer: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tiny_tokenizer / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}<|im_end|>{% if m.content == 'odd' %}{{ m.content + 1 }}"
+        "{% elif m.content == 'no' %}{{ raise_exception('never') }}{% endif %}{% endfor %}"
+    )
+    strict = PromptRenderer(tmp_path)
+    message = {"role": "assistant", "content": "yes"}
+    earlier = turn(strict, "yes<|im_end|>", "stop", message)
+    for said, kind in (("odd", "TypeError"), ("no", "TemplateError")):
+        more = [*ASKED, message, {"role": "user", "content": said}]
+        broken = trajectories.join(strict, earlier, earlier.choices[0], more, 2)
+        assert broken == Break(f"the chat template failed: {kind}")
+
+
+@pytest.mark.parametrize("arguments", ["9" * 5000, "[" * 100_000, "{", ""])
+def test_arguments_that_are_no_object_join_as_none(renderer: PromptRenderer, arguments: str) -> None:
+    odd = {**ANSWER, "tool_calls": [{**CALL, "function": {"name": "add", "arguments": arguments}}]}
+    earlier = turn(renderer, "<tool_call>...</tool_call><|im_end|>", "tool_calls", odd)
+    joined = trajectories.join(renderer, earlier, earlier.choices[0], [*ASKED, odd, RESULT], 2)
+    assert isinstance(joined, Joined)
+
+
 def test_the_context_is_the_same_however_the_caller_spells_it() -> None:
     ours = context_hash("p", TOOLS, [*ASKED, ANSWER])
     by_sdk = {
@@ -163,7 +187,6 @@ def test_another_context_has_another_hash(other: tuple[str, Any, Any]) -> None:
 
 
 def test_names_in_their_order() -> None:
-    assert trajectories.named({"trajectory_id": "a"}, "b", "c") == "a"
-    assert trajectories.named({}, "b", "c") == "b"
-    assert trajectories.named({}, None, "c") == "c"
-    assert trajectories.named({}, None, None) is None
+    assert trajectories.named({"trajectory_id": "a"}, "b") == "a"
+    assert trajectories.named({}, "b") == "b"
+    assert trajectories.named({}, None) is None

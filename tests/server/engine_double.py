@@ -37,6 +37,8 @@ class EngineDouble:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.loaded = ["base"]
+        self.refuses: str | None = None
+        """First message of conversations that it refuses."""
         self.cancelled = 0
         self.app = Starlette(
             routes=[
@@ -71,7 +73,7 @@ class EngineDouble:
         body = await request.json()
         self.bodies.append(body)
         _, _, fault = str(body["messages"][-1]["content"]).partition("fault:")
-        if fault == "refused":
+        if fault == "refused" or body["messages"][0]["content"] == self.refuses:
             error = {
                 "message": "min_p is not possible here",
                 "type": "BadRequestError",

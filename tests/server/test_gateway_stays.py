@@ -11,21 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from rollout import artifacts, config, policies
-from rollout.artifacts import Artifacts
-from rollout.records import Fingerprint, FingerprintPrompt, PolicyKind, PolicyManifest
+from rollout import policies
 from rollout.store import Store
 from server.engine.supervisor import _write_atomically, read_state
 from server.reconcile import _reject
 from tests.fixtures import rows
 from tests.fixtures.engines import eventually
-from tests.fixtures.models import RANK, TARGETS, write_adapter
-from tests.server.doubled import Doubled, doubled
+from tests.server.doubled import Doubled, doubled, publish
 from tests.server.engine_double import ADAPTED, BASE
-from tests.server.gateways import Deployment, is_ready
+from tests.server.gateways import is_ready
 
 FILES = 256
 TORN = ["", "{}", "[]", '{"instance": 3}', '{"instance": "a', "\0" * 40]
@@ -37,48 +33,6 @@ def running(tmp_path_factory: pytest.TempPathFactory, tiny_moe: Path) -> Iterato
         tmp_path_factory.mktemp("stays"), tiny_moe, "gateway.max_connections=64", "gateway.retry_failed_s=0.2"
     ) as found:
         yield found
-
-
-def publish(deployment: Deployment, **marks: Any) -> str:
-    """A candidate whose fingerprint is the double's, except for `marks`."""
-    values: dict[str, Any] = {
-        "token_ids": [5, 6, 7, 8],
-        "positions": [1, 2],
-        "policy": [ADAPTED] * 2,
-        "parent": [BASE] * 2,
-        "base": [BASE] * 2,
-    }
-    with deployment.store() as store:
-        with store.write() as tx:
-            policy_id = policies.reserve(tx)
-        prompt = FingerprintPrompt(**(values | marks))
-        fingerprint = Fingerprint(policy=policy_id, parent="p000000", prompts=[prompt])
-        manifest = PolicyManifest(
-            id=policy_id,
-            parent="p000000",
-            base=artifacts.base_id(deployment.model_dir),
-            kind=PolicyKind.ADAPTER,
-            target_modules=list(TARGETS),
-            rank=RANK,
-            job="test",
-            step=1,
-            recipe={},
-            files={},
-            created_at=time.time(),
-        )
-
-        def write(folder: Path) -> None:
-            write_adapter(folder / "made", 1)
-            for file in list((folder / "made").iterdir()):
-                file.rename(folder / file.name)
-            (folder / "made").rmdir()
-            (folder / "fingerprint.json").write_bytes(msgspec.json.encode(fingerprint))
-
-        root = config.section(deployment.document, "artifacts", config.ArtifactsConfig).root
-        path = Artifacts(root).write_policy(manifest, write)
-        with store.write() as tx:
-            policies.register(tx, artifacts.read_manifest(path), str(path))
-    return policy_id
 
 
 @pytest.mark.parametrize("content", TORN)

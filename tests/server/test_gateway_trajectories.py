@@ -107,12 +107,9 @@ def test_two_trajectories_that_say_the_same_keep_apart(deployment: Deployment) -
     assert len(trajectory(deployment, "twin-b")["completions"]) == 1
 
 
-def test_names_by_header_and_by_cache_key(deployment: Deployment) -> None:
-    first = [{"role": "user", "content": "Hello"}]
-    ask(deployment, first, extra_headers={"x-session-id": "by-header"})
-    ask(deployment, first, prompt_cache_key="by-key")
+def test_a_name_by_header(deployment: Deployment) -> None:
+    ask(deployment, [{"role": "user", "content": "Hello"}], extra_headers={"x-session-id": "by-header"})
     assert trajectory(deployment, "by-header")["turns"] == 1
-    assert trajectory(deployment, "by-key")["turns"] == 1
 
 
 def test_feedback_on_completion_and_trajectory(deployment: Deployment) -> None:

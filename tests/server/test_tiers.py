@@ -128,11 +128,11 @@ def test_auto_takes_the_less_loaded_tier(standard: int, fast: int, tier: str) ->
 def test_a_trajectory_is_held_for_a_bounded_time() -> None:
     session = Session()
     assert session.held(100.0, 600.0) is None
-    session.answered("p000001", "standard", "standard-0", 100.0)
-    session.answered("p000001", "standard", "standard-0", 500.0)
+    session.answered("p000001", 100.0)
+    session.answered("p000001", 500.0)
     assert session.held(700.0, 600.0) == "p000001"
     assert session.held(701.0, 600.0) is None
-    session.answered("p000002", "standard", "standard-0", 701.0)
+    session.answered("p000002", 701.0)
     assert session.held(1301.0, 600.0) == "p000002"
 
 
