@@ -7,16 +7,19 @@ with it: samples come from whatever policies answered, and importance weights ac
 It waits for judged samples, and for a free slot when a policy is due: training on would only take it further
 from the policies that sample. A candidate that the gate rejects changes nothing here: training goes on from
 the weights it has, the promoted policy stays parent and KL reference. Only when a policy of this job was
-promoted and then rolled back does it start again from the promoted weights.
+promoted and then rolled back does it start again from the promoted weights. An update that is not finite is
+no update: its samples are dropped, and the process starts again from the checkpoint before.
 
 Invariant: rank 0 alone talks to the store; every decision reaches the others by broadcast.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import time
-from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +27,9 @@ from typing import Any, Literal
 from learner import publish
 from learner.advantages import Tracker, advantages
 from learner.batch import Sample
-from learner.checkpoint import Checkpoints, commit
+from learner.checkpoint import Checkpoints, Position, commit, move
 from learner.config import LearnerConfig
-from learner.data import Counts, Feed, Limits
+from learner.data import Feed, Limits
 from learner.session import Session, open_session
 from learner.switch import Stop, is_on
 from learner.update import Abandoned, Metrics, Reference, update
@@ -44,36 +47,6 @@ Watch = Callable[[str], None]
 """Told of each point in the loop at which a kill must do no harm."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Position:
-    """Where the job stands: what the checkpoint row carries besides the cursor."""
-
-    update: int = 0
-    published_update: int = 0
-    published: str | None = None
-    forgotten: str = ""
-    """The last policy of this job that was rolled back; what was trained before it is gone."""
-    base: str = ""
-    tracker: Tracker
-    counts: Counts
-    probes: list[list[int]] = field(default_factory=list)
-    """Beginnings of samples of the last batch, for the next fingerprint."""
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-    def state(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, state: dict[str, Any], tracker: Tracker) -> Position:
-        """The position that `state` describes; the beginning when it is empty."""
-        if not state:
-            return cls(tracker=tracker, counts=Counts())
-        counts = state["counts"]
-        known = Tracker(tracker.step, state["tracker"]["means"], state["tracker"]["counts"])
-        dropped = Counter(counts["dropped"])
-        return cls(**{**state, "tracker": known, "counts": Counts(**{**counts, "dropped": dropped})})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What all processes do next."""
@@ -86,22 +59,24 @@ class Step:
 
 
 def run(document: dict[str, Any], store: Store, stop: Stop, watch: Watch = lambda point: None) -> None:
-    """Learns until stopped or switched off."""
+    """Learns until stopped or switched off. Raises ConfigError when another process learns the same job."""
     settings = config.section(document, "learner", LearnerConfig)
-    with store.read() as tx:
-        row = learning.get_checkpoint(tx, settings.job)
-        promoted = _promoted(policies.serving(tx).promoted, policies.list_policies(tx))
-    fresh = row is None or bool(row.state.get("restart"))
-    adapter = Path(promoted.path) if fresh and promoted.manifest.kind is PolicyKind.ADAPTER else None
-    session = open_session(document, seed=settings.seed, initial=adapter)
-    if row is not None and not fresh:
-        session.engine.load(Path(row.path))
-    loop = Loop(document, store, session, row)
-    loop.stop, loop.watch = stop, watch
-    try:
-        loop.run()
-    finally:
-        session.engine.close()
+    checkpoints = Checkpoints(store, Path(settings.folder), settings.job)
+    with checkpoints.held() if os.environ.get("RANK", "0") == "0" else nullcontext():
+        with store.read() as tx:
+            row = learning.get_checkpoint(tx, settings.job)
+            promoted = _promoted(policies.serving(tx).promoted, policies.list_policies(tx))
+        fresh = row is None or bool(row.state.get("restart"))
+        adapter = Path(promoted.path) if fresh and promoted.manifest.kind is PolicyKind.ADAPTER else None
+        session = open_session(document, seed=settings.seed, initial=adapter)
+        if row is not None and not fresh:
+            session.engine.load(Path(row.path))
+        loop = Loop(document, store, session, checkpoints, row)
+        loop.stop, loop.watch = stop, watch
+        try:
+            loop.run()
+        finally:
+            session.engine.close()
 
 
 class Loop:
@@ -109,13 +84,17 @@ class Loop:
     watch: Watch
 
     def __init__(
-        self, document: dict[str, Any], store: Store, session: Session, row: Checkpoint | None
+        self,
+        document: dict[str, Any],
+        store: Store,
+        session: Session,
+        checkpoints: Checkpoints,
+        row: Checkpoint | None,
     ) -> None:
-        self.store, self.session = store, session
+        self.store, self.session, self.checkpoints = store, session, checkpoints
         self.settings = session.settings
         self.max_policies = config.section(document, "engine", EngineConfig).max_policies
         self.artifacts = Artifacts(config.section(document, "artifacts", ArtifactsConfig).root)
-        self.checkpoints = Checkpoints(Path(self.settings.folder), self.settings.job)
         state = {k: v for k, v in row.state.items() if k != "restart"} if row else {}
         self.position = Position.of(state, Tracker(self.settings.baseline_step))
         if self.position.base not in ("", session.base):
@@ -124,6 +103,9 @@ class Loop:
             )
         self.position.base = session.base
         self.path = row.path if row else ""
+        """What the row names."""
+        self.fresh = row is None or bool(row.state.get("restart"))
+        """Whether the weights of now did not come from `path`."""
         self.feed = Feed(
             store,
             self.settings.job,
@@ -178,6 +160,10 @@ class Loop:
         stop = self.stop.is_set
         metrics = update(self.session, step.samples, step.advantages, self._referred(step.promoted), stop)
         self.watch("stepped")
+        if not self.session.engine.broadcast(_finite(metrics)):
+            if self.session.engine.rank == 0:
+                self._discard(step)
+            raise Abandoned
         position = self.position
         position.update += 1
         folder = self.checkpoints.write(self.session.engine, position.update)
@@ -187,12 +173,22 @@ class Loop:
                 position.tracker.observe(sample.strata, sample.reward)
             position.probes = _probes(step.samples)
             position.metrics = asdict(metrics)
-            commit(self.store, self._row(folder), [key for s in step.samples for key in s.keys])
+            commit(self.store, self.path, self._row(str(folder)), _keys(step.samples))
             self.watch("checkpoint committed")
             self.checkpoints.prune(folder)
             self._announce(f"update {position.update} done")
             print(_line(position.update, metrics), flush=True)
-        self.path = str(folder)
+        self.path, self.fresh = str(folder), False
+
+    def _discard(self, step: Step) -> None:
+        """Drops the samples of an update that spoilt the weights; they would spoil them again."""
+        counts = self.position.counts
+        counts.trained -= len(step.samples)
+        counts.dropped["not finite"] += len(step.samples)
+        row = self._row(self.path, restart=self.fresh)
+        commit(self.store, self.path, row, _keys(step.samples))
+        self._announce(f"starting again: update {self.position.update + 1} was not finite")
+        print(f"update {self.position.update + 1} was not finite; its samples are dropped", flush=True)
 
     def _publish(self, step: Step) -> None:
         """A candidate policy of the present weights."""
@@ -217,16 +213,16 @@ class Loop:
             sealed = read_manifest(folder)
             with self.store.write() as tx:
                 policies.register(tx, sealed, str(folder))
-                learning.set_checkpoint(tx, self._row(Path(self.path)))
+                move(tx, self.path, self._row(self.path))
             self.watch("policy registered")
             self._announce(f"published {step.policy_id}")
             print(f"published {step.policy_id} after update {position.update}", flush=True)
 
-    def _row(self, folder: Path, **extra: Any) -> Checkpoint:
+    def _row(self, folder: str, **extra: Any) -> Checkpoint:
         return Checkpoint(
             job=self.settings.job,
             update=self.position.update,
-            path=str(folder),
+            path=folder,
             cursor=self.feed.cursor,
             state={**self.position.state(), **extra},
         )
@@ -243,8 +239,7 @@ class Loop:
             return False
         self.position.forgotten = max(taken_back)
         self.position.published_update = self.position.update
-        with self.store.write() as tx:
-            learning.set_checkpoint(tx, self._row(Path(self.path), restart=True))
+        commit(self.store, self.path, self._row(self.path, restart=True))
         self._announce(f"starting again from the promoted policy: {self.position.forgotten} was rolled back")
         return True
 
@@ -283,6 +278,14 @@ def _promoted(promoted: str | None, known: list[Policy]) -> Policy:
         if policy.id == promoted:
             return policy
     raise ConfigError("nothing is promoted in this store; run `python -m rollout seed` first")
+
+
+def _finite(metrics: Metrics) -> bool:
+    return all(map(math.isfinite, asdict(metrics).values()))
+
+
+def _keys(samples: list[Sample]) -> list[tuple[str, int]]:
+    return [key for sample in samples for key in sample.keys]
 
 
 def _probes(samples: list[Sample]) -> list[list[int]]:

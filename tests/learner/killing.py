@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -40,12 +42,14 @@ def document(home: Path, model: Path, **settings: Any) -> dict[str, Any]:
     }
 
 
-def learn(settings: dict[str, Any], kill_at: str | None, out: str | None = None) -> None:
+def learn(settings: dict[str, Any], kill_at: str | None, out: str | None = None, spoil: bool = False) -> None:
     """Runs the loop until no samples are left, or kills this very process at the named point.
 
-    `out`: where to leave the names of the points passed.
+    `out`: where to leave the names of the points passed. `spoil`: the first update overflows.
     """
     torch.set_num_threads(1)
+    if spoil:
+        mock.patch("learner.loop.advantages", lambda samples, tracker: [math.inf] * len(samples)).start()
     store, stop = Store.open(settings["store"]["url"]), Stop()
     passed: list[str] = []
 

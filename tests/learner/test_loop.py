@@ -73,9 +73,14 @@ def judge(store: Store, start: int, stop: int) -> None:
 
 
 def learn(
-    processes: ForkServerContext, document: dict[str, Any], kill_at: str | None, out: Path | None = None
+    processes: ForkServerContext,
+    document: dict[str, Any],
+    kill_at: str | None,
+    out: Path | None = None,
+    spoil: bool = False,
 ) -> int | None:
-    process = processes.Process(target=killing.learn, args=(document, kill_at, str(out) if out else None))
+    arguments = (document, kill_at, str(out) if out else None, spoil)
+    process = processes.Process(target=killing.learn, args=arguments)
     process.start()
     process.join(120)
     if process.exitcode is None:
@@ -136,6 +141,37 @@ def test_a_kill_at_any_point_changes_nothing(
     assert (status["trained"], status["judged"], status["updates"]) == (16, 16 + 1, 4)
     left = [path.name for path in (tmp_path / "killed" / "learner" / "continuous").iterdir()]
     assert left == ["update-000004"]
+
+
+@pytest.mark.parametrize("spoilt", [0, 4])
+def test_an_update_that_is_not_finite_is_no_update(
+    tmp_path: Path, tiny_moe: Path, processes: ForkServerContext, spoilt: int
+) -> None:
+    """The samples from `spoilt` on are lost; for the rest a learner does as one that never had them."""
+    document, store = deploy(tmp_path / "calm", tiny_moe, spoilt, **wide_open())
+    judge(store, spoilt + 4, 12)
+    assert learn(processes, document, None) == 0
+    calm = weights(document, store)
+
+    document, store = deploy(tmp_path / "spoilt", tiny_moe, spoilt, **wide_open())
+    assert learn(processes, document, None) == 0
+    judge(store, spoilt, 12)
+    assert learn(processes, document, None, spoil=True) == 0
+    with store.read() as tx:
+        row = learning.get_checkpoint(tx, "continuous")
+    assert row is not None
+    assert (row.update, row.state["counts"]["dropped"]) == (spoilt // 4, {"not finite": 4})
+    assert {key for key, _ in used(store)} == {f"c{number}" for number in range(spoilt + 4)}
+
+    assert learn(processes, document, None) == 0
+    spoilt_weights = weights(document, store)
+    assert len(spoilt_weights) == len(calm) == 1
+    for name, tensor in calm[0].items():
+        assert abs(spoilt_weights[0][name] - tensor).max() < 1e-6, name
+    with store.read() as tx:
+        status = learning.get_learner_status(tx)
+    assert status is not None
+    assert (status["trained"], status["updates"], status["why_not"]) == (8, 2, {"not finite": 4})
 
 
 def test_it_waits_for_a_slot_and_goes_on(
@@ -267,6 +303,8 @@ def test_a_terminated_learner_ends_cleanly(tmp_path: Path, tiny_moe: Path) -> No
             assert process.poll() is None, "the learner died"
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        with pytest.raises(config.ConfigError, match=f"process {process.pid} is learning continuous"):
+            killing.learn(document, None)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
