@@ -1,7 +1,8 @@
 """Outcomes: judgements of completions and trajectories, and which of several counts.
 
-Invariants: append-only; an id names one outcome of its project for good; `judged` gives every outcome exactly
-once and in an order that never changes, whatever number of processes write at the same time.
+Invariants: append-only; an id names, for good, one trusted outcome of its project and one untrusted, so that
+neither takes an id from the other; `judged` gives every outcome exactly once and in an order that never changes,
+whatever number of processes write at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class OutcomeInvalid(ValueError):
 
 
 class OutcomeConflict(Exception):
-    """Another outcome of the project has this id already, with other content."""
+    """An outcome of the project, as trusted as this one, has its id already, with other content."""
 
 
 def record(tx: Connection, outcome: Outcome) -> Outcome:
@@ -46,9 +47,12 @@ def record(tx: Connection, outcome: Outcome) -> Outcome:
         # drawn until the commit is visible, so numbers become visible in their order. SQLite has one writer.
         tx.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": FEED_LOCK})
     table = tables.outcomes
-    row = tx.execute(
-        select(table).where(table.c.project_id == outcome.project_id, table.c.id == outcome.id)
-    ).one_or_none()
+    same = (
+        table.c.project_id == outcome.project_id,
+        table.c.trusted == outcome.trusted,
+        table.c.id == outcome.id,
+    )
+    row = tx.execute(select(table).where(*same)).one_or_none()
     if row is None:
         tx.execute(insert(table).values(_values(outcome)))
         return outcome
@@ -57,14 +61,6 @@ def record(tx: Connection, outcome: Outcome) -> Outcome:
     if msgspec.structs.replace(outcome, created_at=stored.created_at) != stored:
         raise OutcomeConflict(f"outcome {outcome.id} exists with other content; choose another id")
     return stored
-
-
-def get(tx: Connection, project_id: str, outcome_id: str) -> Outcome | None:
-    table = tables.outcomes
-    row = tx.execute(
-        select(table).where(table.c.project_id == project_id, table.c.id == outcome_id)
-    ).one_or_none()
-    return None if row is None else _outcome(row)
 
 
 def for_completion(

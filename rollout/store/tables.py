@@ -157,7 +157,8 @@ outcomes = Table(
     Column("verifier_version", String),
     Column("trusted", Boolean, nullable=False),
     Column("supersedes", String),
-    UniqueConstraint("project_id", "id"),
+    # Whoever may not write what counts must not take an id from whoever may.
+    UniqueConstraint("project_id", "trusted", "id"),
     Index(None, "project_id", "completion_id"),
     Index(None, "project_id", "trajectory_id"),
     sqlite_autoincrement=True,

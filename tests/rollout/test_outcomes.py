@@ -8,13 +8,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
 
 from rollout import outcomes
 from rollout.outcomes import OutcomeConflict, OutcomeInvalid
 from rollout.records import Outcome, Source
 from rollout.store import Store, completions
+from rollout.store.migrations import upgrade
 from tests.fixtures.rows import PROJECT, add_project, completion, outcome
 
 DEADLINE_S = 60.0
@@ -37,8 +40,7 @@ def test_every_field_comes_back(store: Store) -> None:
         for judgement in judgements:
             assert outcomes.record(tx, judgement) is judgement
     with store.read() as tx:
-        assert [outcomes.get(tx, PROJECT, o.id) for o in judgements] == judgements
-        assert outcomes.get(tx, PROJECT, "o3") is None
+        assert [o for _, o in outcomes.judged(tx, 0, 10)] == judgements
 
 
 def test_a_replay_gives_the_stored_outcome_and_other_content_conflicts(store: Store) -> None:
@@ -49,12 +51,51 @@ def test_a_replay_gives_the_stored_outcome_and_other_content_conflicts(store: St
         outcomes.record(tx, first)
         assert outcomes.record(tx, outcome("o1", created_at=9.0)) == first
         outcomes.record(tx, outcome("o1", project_id="other", value=0.0))
-        for fields in ({"value": 0.5}, {"trusted": False}, {"completion_id": "c2"}, {"choice": 1}):
+        for fields in ({"value": 0.5}, {"completion_id": "c2"}, {"choice": 1}):
             with pytest.raises(OutcomeConflict, match="o1"):
                 outcomes.record(tx, outcome("o1", **fields))
     with store.read() as tx:
         assert outcomes.judged(tx, 0, 10)[0][1] == first
         assert len(outcomes.judged(tx, 0, 10)) == 2
+
+
+@pytest.mark.parametrize("trusted_first", [True, False])
+def test_an_untrusted_outcome_takes_no_id_from_a_trusted_one(store: Store, trusted_first: bool) -> None:
+    add_project(store)
+    real = outcome("o1", value=0.0)
+    claimed = outcome("o1", value=1.0, source=Source.USER, trusted=False)
+    with store.write() as tx:
+        for made in (real, claimed) if trusted_first else (claimed, real):
+            assert outcomes.record(tx, made) is made
+        for made in (real, claimed):
+            assert outcomes.record(tx, msgspec.structs.replace(made, created_at=9.0)) == made
+        for trusted in (True, False):
+            with pytest.raises(OutcomeConflict, match="o1"):
+                outcomes.record(tx, outcome("o1", value=0.5, trusted=trusted))
+    with store.read() as tx:
+        assert outcomes.effective(outcomes.for_completion(tx, PROJECT, "c1")) == real
+
+
+def test_outcomes_of_the_schema_before_stay_in_order(store_url: str) -> None:
+    old = Store.open(store_url)
+    with old.write() as tx:
+        upgrade(tx, "0001")
+    add_project(old)
+    judgements = [outcome(f"o{n}", trusted=n != 1) for n in range(3)]
+    with old.write() as tx:
+        for judgement in judgements:
+            outcomes.record(tx, judgement)
+        before = outcomes.judged(tx, 0, 10)
+    old.migrate()
+    with old.write() as tx:
+        outcomes.record(tx, outcome("o1"))
+        after = outcomes.judged(tx, 0, 10)
+    assert after[:3] == before
+    assert after[3][0] > before[2][0]
+    assert [o for _, o in after] == [*judgements, outcome("o1")]
+    with pytest.raises(IntegrityError), old.write() as tx:
+        outcomes.record(tx, outcome("o4", project_id="nobody"))
+    old.close()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_processes_may_migrate_at_once(store_url: str) -> None:
         assert child.returncode == 0, errors
     store = Store.open(store_url)
     with store.read() as tx:
-        assert tx.execute(text("SELECT version_num FROM alembic_version")).scalars().all() == ["0001"]
+        assert tx.execute(text("SELECT version_num FROM alembic_version")).scalars().all() == ["0002"]
         assert tx.execute(text("SELECT count(*) FROM serving")).scalar_one() == 1
     store.close()
 
