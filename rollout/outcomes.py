@@ -1,8 +1,8 @@
 """Outcomes: judgements of completions and trajectories, and which of several counts.
 
 Invariants: append-only; an id names, for good, one trusted outcome of its project and one untrusted, so that
-neither takes an id from the other; `judged` gives every outcome exactly once and in an order that never changes,
-whatever number of processes write at the same time.
+neither takes an id from the other; `judged` gives every outcome exactly once and in an order that never
+changes, whatever number of processes write at the same time.
 """
 
 from __future__ import annotations
