@@ -1,4 +1,4 @@
-"""The HTTP application: routes, the one place where errors become responses, request ids."""
+"""The HTTP application: routes, the one place where errors become responses, request ids, limits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from urllib.parse import unquote
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,8 +37,10 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(errors.ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(DataError, _data_error)
     app.add_exception_handler(SQLAlchemyError, _store_error)
     app.add_exception_handler(Exception, _server_error)
+    app.add_middleware(Edge, max_body_mb=gateway.config.max_body_mb)
     app.add_middleware(RequestIds)
     return app
 
@@ -63,6 +66,42 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
+class Edge:
+    """Refuses what no route can use: a NUL in the path or the query, a body beyond the limit.
+
+    Of such a body nothing is read that comes after the limit, and nothing at all when it says its length.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_mb: int) -> None:
+        self._app = app
+        self._max_mb = max_body_mb
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if "\0" in scope["path"] or "\0" in unquote(scope["query_string"].decode("latin-1")):
+            refusal = errors.invalid("The URL must not contain the character NUL.", code="invalid_value")
+            await error_response(refusal)(scope, receive, send)
+            return
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        size = 0
+
+        async def receive_at_most() -> Message:
+            nonlocal size
+            self._check(int(declared))
+            message = await receive()
+            size += len(message.get("body", b""))
+            self._check(size)
+            return message
+
+        await self._app(scope, receive_at_most, send)
+
+    def _check(self, size: int) -> None:
+        if size > self._max_mb * 1_000_000:
+            raise errors.too_large(self._max_mb)
+
+
 async def _api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, errors.ApiError)
     return error_response(error)
@@ -85,6 +124,11 @@ async def _validation_error(_: Request, error: Exception) -> Response:
     return error_response(errors.invalid(f"'{param}' is wrong: {first['msg']}.", param, "invalid_value"))
 
 
+async def _data_error(request: Request, error: Exception) -> Response:
+    log.error("%s %s: %s", request.method, request.url.path, error)
+    return error_response(errors.cannot_be_stored())
+
+
 async def _store_error(request: Request, error: Exception) -> Response:
     log.error("%s %s: store: %s", request.method, request.url.path, error)
     return error_response(errors.store_unavailable())
@@ -92,4 +136,4 @@ async def _store_error(request: Request, error: Exception) -> Response:
 
 async def _server_error(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return error_response(errors.ApiError(500, "The server failed; the log says why.", code="server_error"))
+    return error_response(errors.server_failed())

@@ -13,6 +13,8 @@ class GatewayConfig(Section):
     when it is closed is lost: the official client gives an idle connection up after 5 s."""
     max_connections: int = 4096
     """Connections at a time, fewer where the process may not open four files for each; idle ones yield."""
+    max_body_mb: int = 32
+    """Largest request, in millions of bytes."""
     policy_hold_s: float = 600.0
     """How long a trajectory stays on the policy it began with."""
     reconcile_s: float = 0.5

@@ -110,6 +110,10 @@ def engine_lost() -> ApiError:
     )
 
 
+def server_failed() -> ApiError:
+    return ApiError(500, "The server failed; the log says why.", code="server_error")
+
+
 def not_recorded() -> ApiError:
     return ApiError(
         500,
@@ -130,6 +134,16 @@ def not_verified(policy: str, missing: str) -> ApiError:
         code="policy_not_verified",
         retry_after_s=1,
     )
+
+
+def too_large(limit_mb: int) -> ApiError:
+    error = ApiError(413, f"The body has more than {limit_mb} MB; send less.", code="request_too_large")
+    error.headers["connection"] = "close"  # the rest is not read
+    return error
+
+
+def cannot_be_stored() -> ApiError:
+    return invalid("The store cannot hold a value of this request; the log says which.", code="invalid_value")
 
 
 def store_unavailable() -> ApiError:

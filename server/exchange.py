@@ -16,7 +16,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from rollout import capture, trajectories
 from rollout.records import Completion, CompletionStatus, Joint
@@ -59,6 +59,14 @@ class Exchange:
 
     async def answer(self) -> ChatResult:
         """The whole answer, after its record is committed. Raises ApiError."""
+        try:
+            return await self._answer()
+        except errors.ApiError:
+            raise
+        except Exception as error:
+            raise await self.broke(error) from error
+
+    async def _answer(self) -> ChatResult:
         try:
             result = await self.replica.engine.chat(
                 self.engine_body, prompt_token_ids=self.turn.prompt_token_ids, priority=self.priority
@@ -116,6 +124,13 @@ class Exchange:
             except errors.ApiError as error:
                 log.warning("%s: cancelled and not recorded: %s", self.recorder.request.id, error.message)
 
+    async def broke(self, error: Exception) -> errors.ApiError:
+        """What to tell the caller of a fault of ours; the record says it too."""
+        log.error("%s failed", self.recorder.request.id, exc_info=error)
+        if not self.ended:
+            await self._record_error(f"{type(error).__name__}: {error}")
+        return errors.server_failed()
+
     def close(self) -> None:
         self.held.close()
 
@@ -129,11 +144,14 @@ class Exchange:
             answer = errors.engine_lost()
         else:
             answer = self.parts.refused(error)
+        await self._record_error(str(error))
+        return answer
+
+    async def _record_error(self, why: str) -> None:
         try:
-            await self._commit(CompletionStatus.ERROR, str(error))
+            await self._commit(CompletionStatus.ERROR, why)
         except errors.ApiError as unrecorded:
             log.warning("%s: failed and not recorded: %s", self.recorder.request.id, unrecorded.message)
-        return answer
 
     async def _commit(self, status: CompletionStatus, error: str | None = None) -> None:
         self.ended = True
@@ -159,7 +177,8 @@ class Exchange:
         except SQLAlchemyError as failure:
             self.parts.metrics.commit_failures.inc()
             log.error("%s: not committed: %s", completion.id, failure)
-            raise errors.not_recorded() from failure
+            told = errors.cannot_be_stored if isinstance(failure, DataError) else errors.not_recorded
+            raise told() from failure
         self.turn.session.turns = max(self.turn.session.turns, self.turn.number + 1)
 
 

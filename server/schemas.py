@@ -8,16 +8,19 @@ true``, ``stream_options.include_obfuscation``, ``reasoning_effort: none`` and `
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollout import trajectories
 from server import errors
+from server.bodies import parse
 
 Message = dict[str, Any]
-B = TypeVar("B", bound=BaseModel)
+CHOICES = 128
+"""Most choices of one completion."""
+LARGEST_VALUE = 1000
+"""Of an outcome: one beyond any scale would outweigh all others for ever."""
 
 _REFUSED = {
     "audio": "this server answers in text",
@@ -77,7 +80,7 @@ class ChatRequest(_Body):
     bad_words: list[str] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    n: int | None = Field(None, ge=1, le=128)
+    n: int | None = Field(None, ge=1, le=CHOICES)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     logprobs: bool | None = None
@@ -126,7 +129,7 @@ class Feedback(_Body):
     """Chosen by the caller; the same id with the same content is one outcome."""
     completion_id: str | None = None
     trajectory_id: str | None = None
-    choice: int = Field(0, ge=0)
+    choice: int = Field(0, ge=0, lt=CHOICES)
     metric: str = Field("reward", min_length=1, max_length=64)
     value: bool | float | None = None
     error: str | None = None
@@ -155,28 +158,6 @@ class Learning(_Body):
     """``POST /v1/rl/learning``."""
 
     enabled: bool
-
-
-def parse(model: type[B], body: bytes) -> B:
-    """`body` as `model`; raises a 400 that names the first field that is wrong."""
-    try:
-        return model.model_validate_json(body or b"{}")
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"]) or None
-        if first["type"] == "json_invalid":
-            raise errors.invalid(
-                f"The body is not valid JSON: {first['ctx']['error']}.", code="invalid_json"
-            ) from None
-        if first["type"] == "extra_forbidden":
-            raise errors.invalid(f"Unknown field '{param}'; remove it.", param, "unknown_parameter") from None
-        if first["type"] == "missing":
-            raise errors.invalid(
-                f"The field '{param}' is required.", param, "missing_required_parameter"
-            ) from None
-        raise errors.invalid(
-            f"'{param or 'body'}' is wrong: {first['msg']}.", param, "invalid_value"
-        ) from None
 
 
 def chat_request(body: bytes) -> ChatRequest:
@@ -213,8 +194,10 @@ def outcome_value(feedback: Feedback) -> float | None:
     if feedback.value is None:
         return None
     value = float(feedback.value)
-    if not math.isfinite(value):
-        raise errors.invalid("'value' must be a finite number.", "value")
+    if abs(value) > LARGEST_VALUE:
+        raise errors.invalid(
+            f"'value' must be a number from -{LARGEST_VALUE} to {LARGEST_VALUE}.", "value", "invalid_value"
+        )
     return value
 
 

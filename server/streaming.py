@@ -171,11 +171,17 @@ async def caller_events(exchange: Exchange, names: Names) -> AsyncGenerator[byte
                     sent = True
         await exchange.commit()
     except errors.ApiError as error:
-        if not sent:
-            raise
-        yield event_bytes(error.body())
-        return
-    yield b"".join(kept_back) + DONE
+        failure: errors.ApiError | None = error
+    except Exception as error:  # noqa: BLE001 - logged, recorded and told by `broke`
+        failure = await exchange.broke(error)
+    else:
+        failure = None
+    if failure is None:
+        yield b"".join(kept_back) + DONE
+    elif sent:
+        yield event_bytes(failure.body())
+    else:
+        raise failure
 
 
 class EventStream(Response):

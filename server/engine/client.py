@@ -8,7 +8,8 @@ sampled, one log-prob an id.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from server.engine.wire import (
     event,
     request,
     server_sent,
+    status_of,
     take_fields,
     take_pieces,
 )
@@ -149,8 +151,9 @@ class Engine:
         asked = request(body, prompt_token_ids, priority) | {"stream": False}
         asked.pop("stream_options", None)
         answer = await self._call("POST", "/v1/chat/completions", asked, seconds=None)
-        ids: list[int] = answer["prompt_token_ids"]
-        return ChatResult(prompt_token_ids=ids, choices=take_pieces(answer), body=take_fields(answer))
+        with self._understood():
+            ids: list[int] = answer["prompt_token_ids"]
+            return ChatResult(prompt_token_ids=ids, choices=take_pieces(answer), body=take_fields(answer))
 
     async def stream_chat(
         self, body: dict[str, Any], *, prompt_token_ids: list[int] | None = None, priority: int = 0
@@ -172,10 +175,13 @@ class Engine:
                 async for data in server_sent(response.aiter_bytes()):
                     if data == b"[DONE]":
                         return
-                    chunk = msgspec.json.decode(data)
-                    if "error" in chunk:
-                        raise await self._error(int(chunk["error"].get("code") or 500), data)
-                    yield event(chunk)
+                    with self._understood():
+                        chunk = msgspec.json.decode(data)
+                        error = chunk.get("error")
+                        said = None if error else event(chunk)
+                    if said is None:
+                        raise await self._error(status_of(error), data)
+                    yield said
         except httpx.TransportError as error:
             raise EngineUnavailable(f"{self.address}: {error or type(error).__name__}") from error
         raise EngineUnavailable(f"{self.address}: the stream ended before the answer did")
@@ -220,7 +226,16 @@ class Engine:
         if response.status_code != 200:
             raise await self._error(response.status_code, response.content)
         is_json = response.headers.get("content-type", "").startswith("application/json")
-        return msgspec.json.decode(response.content) if is_json and response.content else None
+        with self._understood():
+            return msgspec.json.decode(response.content) if is_json and response.content else None
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """While an answer is read: one that is not what vLLM's protocol says is a fault of the engine."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EngineUnavailable(f"{self.address}: what it said is malformed: {error!r}") from error
 
     async def _error(self, status: int, content: bytes) -> EngineRejected | EngineUnavailable:
         """A fault of an engine that still answers is about the request; otherwise it is about the engine."""

@@ -114,6 +114,12 @@ def take_fields(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def status_of(error: Any) -> int:
+    """The HTTP status of an error that came in a stream, whose code may be a word or nothing."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
 def error_body(status: int, content: bytes) -> dict[str, Any]:
     """OpenAI's error object, whatever shape this route of vLLM answered in."""
     try:

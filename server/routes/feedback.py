@@ -14,9 +14,10 @@ from rollout.records import Outcome, Scope, Source
 from rollout.store import Store, completions, trajectories
 from server import errors
 from server.auth import Caller
+from server.bodies import parse
 from server.gateway import gateway
 from server.responses import json_response
-from server.schemas import Feedback, outcome_value, parse
+from server.schemas import Feedback, outcome_value
 from server.writer import OUTCOMES
 
 router = APIRouter()

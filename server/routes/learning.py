@@ -9,9 +9,10 @@ from fastapi import APIRouter, Request, Response
 
 from rollout.records import Scope
 from rollout.store import Store, learning
+from server.bodies import parse
 from server.gateway import gateway
 from server.responses import json_response
-from server.schemas import Learning, parse
+from server.schemas import Learning
 
 router = APIRouter()
 SETTING = "learning"

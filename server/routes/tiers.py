@@ -7,9 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from rollout.records import Scope
+from server.bodies import parse
 from server.gateway import Gateway, gateway
 from server.responses import json_response
-from server.schemas import Promote, Rollback, parse
+from server.schemas import Promote, Rollback
 from server.tiers import Replica
 
 router = APIRouter()

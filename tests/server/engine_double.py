@@ -24,6 +24,16 @@ from starlette.routing import Route
 from tests.fixtures.engines import eventually
 
 PROMPT_IDS = [1, 2, 3]
+MALFORMED = {
+    "torn chunk": '{"choices": [{"ind',
+    "a list": "[1]",
+    "no choices": '{"id": "x"}',
+    "an odd choice": '{"choices": [{"index": 0, "token_ids": [1], "logprobs": {"content": [{}]}}]}',
+    "a word as code": '{"error": {"message": "boom", "code": "internal_error"}}',
+    "a text as error": '{"error": "boom"}',
+    "no index": '{"choices": [{"delta": {"content": "x"}}]}',
+}
+"""What `event` scripts of these names send as their second chunk."""
 BASE, ADAPTED = -1.0, -2.0
 SAMPLED = [(11, "one "), (12, "two\u2028\x85\u2029 "), (2, "three")]
 
@@ -94,6 +104,8 @@ class EngineDouble:
                 "content": [entry(text) for _, text in SAMPLED][: 2 if fault == "fewer logprobs" else 3]
             },
         }
+        if fault in MALFORMED:
+            return Response(MALFORMED[fault], media_type="application/json")
         answer = {
             "id": "x",
             "object": "chat.completion",
@@ -116,6 +128,8 @@ class EngineDouble:
                     return
                 if fault == "cut" and i == 1:
                     return
+                if fault in MALFORMED and i == 1:
+                    yield f"data: {MALFORMED[fault]}\n\n"
                 if fault == "slow" and i == 1:
                     await asyncio.Event().wait()
                 last = i == len(SAMPLED) - 1

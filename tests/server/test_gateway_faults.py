@@ -17,7 +17,7 @@ from rollout.records import Scope
 from server import keys
 from tests.fixtures.engines import eventually, write_config
 from tests.server.doubled import HELLO, chat, say
-from tests.server.engine_double import EngineDouble, running_double
+from tests.server.engine_double import MALFORMED, EngineDouble, running_double
 from tests.server.gateways import Deployment, is_ready, lines, running_gateway, tool
 
 USER = {"role": "user", "content": "hi"}
@@ -199,6 +199,25 @@ def test_an_engines_refusal_comes_before_the_stream(
     response = chat(deployment, messages=say(f"fault:{fault}"), stream=stream)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert ("retry-after" in response.headers) is (status == 503)
+    eventually(lambda: is_ready(deployment), 10, "back in rotation")
+
+
+@pytest.mark.parametrize("fault", sorted(MALFORMED))
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_malformed_ends_with_an_error_and_says_so(
+    deployment: Deployment, fault: str, stream: bool
+) -> None:
+    name = f"{fault}-{stream}"
+    response = chat(
+        deployment, messages=say(f"fault:{fault}"), stream=stream, metadata={"trajectory_id": name}
+    )
+    assert response.status_code == (200 if stream else 503)
+    told = lines(response)[-1]["error"] if stream else response.json()["error"]
+    assert told["code"] in ("engine_unavailable", "server_error")
+    if stream:
+        found = deployment.call("GET", f"/v1/rl/trajectories/{name}").json()["completions"][0]
+        assert found["status"] == "error"
+        assert "left" not in found["error"]
     eventually(lambda: is_ready(deployment), 10, "back in rotation")
 
 
