@@ -41,6 +41,9 @@ class Trajectory(BaseModel):
     id: str
     task: str | None = None
     completions: list[dict[str, Any]] = []
+    has_more: bool = False
+    """Whether completions follow these; false of what `retrieve` returns, which reads every page."""
+    last_id: str | None = None
     outcomes: list[Outcome] = []
 
 
@@ -123,8 +126,9 @@ def feedback(judgement: Judgement) -> Call[Outcome]:
     return Call("post", "/rl/feedback", Outcome, body)
 
 
-def trajectory(trajectory_id: str, tokens: bool) -> Call[Trajectory]:
-    params = {"include": "tokens"} if tokens else {}
+def trajectory(trajectory_id: str, tokens: bool, after: str | None = None) -> Call[Trajectory]:
+    """One page; the next one is `after` its ``last_id``."""
+    params = _given(include="tokens" if tokens else None, after=after)
     return Call("get", f"/rl/trajectories/{quote(trajectory_id, safe='')}", Trajectory, params=params)
 
 

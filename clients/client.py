@@ -84,8 +84,13 @@ class Trajectories:
         self._client = client
 
     def retrieve(self, trajectory_id: str, *, tokens: bool = False) -> Trajectory:
-        """`tokens` adds prompt ids, sampled ids and log-probs to every completion."""
-        return send(self._client, calls.trajectory(trajectory_id, tokens))
+        """The whole trajectory, page by page; `tokens` adds ids and log-probs to every completion."""
+        found = page = send(self._client, calls.trajectory(trajectory_id, tokens))
+        while page.has_more:
+            page = send(self._client, calls.trajectory(trajectory_id, tokens, page.last_id))
+            found.completions += page.completions
+        found.has_more, found.last_id = page.has_more, page.last_id
+        return found
 
 
 class Policies:
@@ -146,8 +151,13 @@ class AsyncTrajectories:
         self._client = client
 
     async def retrieve(self, trajectory_id: str, *, tokens: bool = False) -> Trajectory:
-        """`tokens` adds prompt ids, sampled ids and log-probs to every completion."""
-        return await send_async(self._client, calls.trajectory(trajectory_id, tokens))
+        """The whole trajectory, page by page; `tokens` adds ids and log-probs to every completion."""
+        found = page = await send_async(self._client, calls.trajectory(trajectory_id, tokens))
+        while page.has_more:
+            page = await send_async(self._client, calls.trajectory(trajectory_id, tokens, page.last_id))
+            found.completions += page.completions
+        found.has_more, found.last_id = page.has_more, page.last_id
+        return found
 
 
 class AsyncPolicies:

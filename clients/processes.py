@@ -147,9 +147,12 @@ def start_time(pid: int) -> int | None:
     return int(fields[19]) if fields and fields[0] != "Z" else None
 
 
-def end_left_over(recorded: dict[int, int], grace_s: float) -> list[int]:
-    """End the groups that an earlier run recorded (pid -> start time) and left; returns their pids."""
-    alive = [pid for pid, started in recorded.items() if start_time(pid) == started]
+def end_left_over(recorded: dict[int, int | None], grace_s: float) -> list[int]:
+    """End the groups that an earlier run recorded and left; returns their pids.
+
+    Pid -> start time, None for a process that had ended before it was recorded.
+    """
+    alive = [pid for pid, started in recorded.items() if started is not None and start_time(pid) == started]
     for sent in (signal.SIGTERM, signal.SIGKILL):
         for pid in alive:
             if start_time(pid) == recorded[pid]:

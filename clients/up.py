@@ -268,7 +268,11 @@ def _end_earlier(home: Path, console: Console) -> None:
     """End what an `up` that was killed has left: its record names the processes."""
     if not (home / RECORD).exists():
         return
-    recorded = {int(pid): started for pid, started in json.loads((home / RECORD).read_text()).items()}
+    try:
+        recorded = {int(pid): started for pid, started in json.loads((home / RECORD).read_text()).items()}
+    except (ValueError, AttributeError):  # torn, or no record at all
+        console.print(f"{home / RECORD} cannot be read; processes of an earlier run may be left")
+        return
     if left := processes.end_left_over(recorded, GRACE_S):
         console.print(f"ended {len(left)} processes of an earlier run")
 

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -36,6 +37,9 @@ from server.warm import Prefixes
 from server.writer import Writer
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+READERS = 2
+"""Threads that read trajectories and policies."""
 FULL_PRECISION = ("float32",)
 """Recipes whose log-probs must agree with the learner's absolutely, not only by difference."""
 
@@ -51,6 +55,13 @@ class Gateway:
     exchanges: Exchanges
     flips: Flips
     metrics: Metrics
+    readers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(READERS, thread_name_prefix="reader")
+    )
+
+    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run what may read much in threads of its own: chat requests wait for none of it."""
+        return await asyncio.get_running_loop().run_in_executor(self.readers, function, *arguments)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -64,6 +75,7 @@ class Gateway:
             reconciling.remove_done_callback(_die_with)
             reconciling.cancel()
             await asyncio.gather(reconciling, return_exceptions=True)
+            self.readers.shutdown(wait=False, cancel_futures=True)
             await asyncio.to_thread(self.writer.stop)
             for replica in self.fleet.replicas:
                 await replica.engine.close()

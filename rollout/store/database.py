@@ -22,6 +22,9 @@ from sqlalchemy.engine import URL
 BUSY_TIMEOUT_S = 30.0
 """How long a SQLite writer waits for the one before it."""
 
+POOL: dict[str, Any] = {"pool_size": 8, "max_overflow": 24, "hide_parameters": True}
+"""Parameters are users' data and hashes of keys: an error that is logged names the statement alone."""
+
 MIGRATION_LOCK = 0x52415443
 """Key of the PostgreSQL advisory lock that lets one process migrate at a time."""
 
@@ -47,7 +50,7 @@ class Store:
         if backend == "postgresql":
             # psycopg 3 whatever spelling was used; a ping first, so a restarted server costs no failed call.
             url_psycopg = parsed.set(drivername="postgresql+psycopg")
-            return cls(create_engine(url_psycopg, pool_pre_ping=True, pool_size=8, max_overflow=24))
+            return cls(create_engine(url_psycopg, pool_pre_ping=True, **POOL))
         raise StoreError(
             f"store.url: {backend} is not supported; use sqlite:///FILE or postgresql+psycopg://"
         )
@@ -90,8 +93,7 @@ def _open_sqlite(url: URL) -> Engine:
     _switch_to_wal(url.database)
     engine = create_engine(
         url,
-        pool_size=8,
-        max_overflow=24,
+        **POOL,
         connect_args={"timeout": BUSY_TIMEOUT_S, "check_same_thread": False},
     )
     event.listen(engine, "connect", _configure_sqlite)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from sqlalchemy import Connection, Insert, and_, case, func, or_, select
+from sqlalchemy import Connection, Insert, and_, case, func, or_, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 
 from rollout.records import Completion, Joint
@@ -69,6 +69,20 @@ def turn_with_context(
         .limit(1)
     ).one_or_none()
     return None if row is None else ContextTurn(completion_id=row.id, choice=row.choice)
+
+
+def turn_ids(
+    tx: Connection, project_id: str, trajectory_id: str, *, after: str | None, limit: int
+) -> list[str] | None:
+    """Ids of up to `limit` completions by turn, behind the completion `after`; None if it has none such."""
+    c = tables.completions.c
+    of_it = select(c.id).where(c.project_id == project_id, c.trajectory_id == trajectory_id)
+    if after is not None:
+        place = tx.execute(of_it.where(c.id == after).with_only_columns(c.turn, c.seq)).one_or_none()
+        if place is None:
+            return None
+        of_it = of_it.where(tuple_(c.turn, c.seq) > tuple_(place.turn, place.seq))
+    return list(tx.execute(of_it.order_by(c.turn, c.seq).limit(limit)).scalars())
 
 
 def add_turns(tx: Connection, completions: Sequence[Completion]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -23,27 +22,27 @@ router = APIRouter()
 async def list_policies(request: Request) -> Response:
     parts = gateway(request)
     await parts.auth.caller(request.headers.get("authorization"), Scope.INFERENCE)
-    return json_response(listing(await asyncio.to_thread(_list, parts.store)))
+    return await parts.read(_list, parts.store)
 
 
 @router.get("/v1/rl/policies/{policy_id}")
 async def retrieve(request: Request, policy_id: str) -> Response:
     parts = gateway(request)
     await parts.auth.caller(request.headers.get("authorization"), Scope.INFERENCE)
-    return json_response(await asyncio.to_thread(_get, parts.store, policy_id))
+    return await parts.read(_get, parts.store, policy_id)
 
 
-def _list(store: Store) -> list[dict[str, Any]]:
+def _list(store: Store) -> Response:
     with store.read() as tx:
-        return [_policy(tx, policy) for policy in policies.list_policies(tx)]
+        return json_response(listing([_policy(tx, policy) for policy in policies.list_policies(tx)]))
 
 
-def _get(store: Store, policy_id: str) -> dict[str, Any]:
+def _get(store: Store, policy_id: str) -> Response:
     with store.read() as tx:
         policy = policies.get(tx, policy_id)
         if policy is None:
             raise errors.not_found("policy", policy_id)
-        return _policy(tx, policy)
+        return json_response(_policy(tx, policy))
 
 
 def _policy(tx: Connection, policy: Policy) -> dict[str, Any]:

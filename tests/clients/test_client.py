@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from clients import AsyncRatchet, Ratchet, cli
+from clients.calls import Trajectory
 from rollout.store import completions
 from tests.fixtures import rows
 from tests.fixtures.engines import eventually, write_config
@@ -61,6 +62,44 @@ def test_feedback_is_written_and_read_back(client: Ratchet) -> None:
     assert "prompt_token_ids" not in trajectory.completions[0]
     exact = client.rl.trajectories.retrieve("run/1", tokens=True)
     assert exact.completions[0]["prompt_token_ids"] == [1, 2, 3, 4]
+
+
+def test_a_long_trajectory_is_read_page_by_page(gateway: Deployment, client: Ratchet) -> None:
+    expected = [f"long-{turn}" for turn in range(250)]
+    with gateway.store() as store, store.write() as tx:
+        turns = [rows.completion(f"long-{turn}", trajectory_id="long", turn=turn) for turn in range(250)]
+        completions.insert_many(tx, [(turn, []) for turn in reversed(turns)])
+        completions.insert(tx, rows.completion("elsewhere", trajectory_id="other"))
+    whole = client.rl.trajectories.retrieve("long")
+    assert [turn["id"] for turn in whole.completions] == expected
+    assert (whole.has_more, whole.last_id) == (False, "long-249")
+
+    async def ask() -> Trajectory:
+        async with AsyncRatchet(base_url=f"{gateway.url}/v1", api_key=gateway.key, max_retries=0) as client:
+            return await client.rl.trajectories.retrieve("long", tokens=True)
+
+    assert [turn["id"] for turn in asyncio.run(ask()).completions] == expected
+    page = gateway.call("GET", "/v1/rl/trajectories/long?limit=2&after=long-5").json()
+    assert [turn["id"] for turn in page["completions"]] == ["long-6", "long-7"]
+    assert (page["has_more"], page["last_id"]) == (True, "long-7")
+    last = gateway.call("GET", "/v1/rl/trajectories/long?limit=200&after=long-49").json()
+    assert (len(last["completions"]), last["has_more"]) == (200, False)
+    assert len(gateway.call("GET", "/v1/rl/trajectories/long").json()["completions"]) == 100
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=201", "limit"),
+        ("limit=x", "limit"),
+        ("after=c99", "after"),
+        ("after=elsewhere", "after"),
+    ],
+)
+def test_a_wrong_page(gateway: Deployment, query: str, param: str) -> None:
+    refused = gateway.call("GET", f"/v1/rl/trajectories/run%2F1?{query}")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
 
 
 def test_a_different_judgement_under_the_same_id_is_refused(client: Ratchet) -> None:

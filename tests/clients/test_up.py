@@ -140,6 +140,23 @@ def test_children_end_when_up_is_killed_and_the_next_up_starts(home: Home) -> No
         assert ratchet.wait(30) == 0
 
 
+@pytest.mark.parametrize("record", ["", "[]", '{"1', '{"a": 1}', '{"999999": null}'])
+def test_an_earlier_record_that_is_of_no_use_does_not_keep_up_from_starting(home: Home, record: str) -> None:
+    home.write()
+    (home.folder / "run").mkdir()
+    (home.folder / "run" / "up.json").write_text(record)
+    with home.start("up") as ratchet:
+        home.read_until(ratchet, "print(answer.model")
+        ratchet.terminate()
+        assert ratchet.wait(30) == 0
+
+
+def test_what_was_dead_when_it_was_recorded_is_not_waited_for() -> None:
+    begun = time.monotonic()
+    assert processes.end_left_over({999_999: None}, grace_s=30.0) == []
+    assert time.monotonic() - begun < 5
+
+
 def test_a_second_up_on_the_same_home_is_refused(home: Home) -> None:
     home.write()
     with home.start("up") as first:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 from sqlalchemy import select, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from rollout import outcomes
 from rollout.store import Store, completions, tables
@@ -154,3 +154,22 @@ def test_a_lost_connection_is_an_error_once_and_leaves_no_torn_record(postgresql
     with store.read() as tx:
         assert completions.counts(tx).total == 1
         assert completions.by_context(tx, PROJECT, "lost") is None
+
+
+def test_an_error_of_the_store_says_nothing_of_the_values(store: Store) -> None:
+    with store.write() as tx:
+        tx.execute(text("DROP TABLE outcomes"))
+
+    def fail() -> None:
+        with store.write() as tx:
+            outcomes.record(tx, outcome("o", error="patient Jane Doe"))
+
+    def find() -> None:
+        with store.read() as tx:
+            outcomes.for_completion(tx, PROJECT, "Jane Doe")
+
+    for what in (fail, find):
+        with pytest.raises(SQLAlchemyError) as caught:
+            what()
+        assert "outcomes" in str(caught.value)
+        assert "Jane" not in str(caught.value)
