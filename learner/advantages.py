@@ -54,11 +54,13 @@ class Tracker:
             self.counts[stratum] = count
 
 
-def advantages(samples: Sequence[Sample], tracker: Tracker) -> list[float]:
+def advantages(samples: Sequence[Sample], tracker: Tracker, negative_weight: float = 1.0) -> list[float]:
     """Reward minus baseline of each sample, in units of the batch's spread. The tracker is only read.
 
     Divided by the root mean square, not centred again: a batch that did well as a whole is reinforced as a
     whole (REINFORCE++, arXiv 2501.03262, normalises over the batch; SPO, arXiv 2509.13232, by a tracker).
+    What did worse than expected counts `negative_weight` times: 1 is REINFORCE, 0 imitates what went better
+    than expected (self-imitation, arXiv 1806.05635).
     """
     groups: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
@@ -71,4 +73,4 @@ def advantages(samples: Sequence[Sample], tracker: Tracker) -> list[float]:
         expected = fmean(group) if len(group) > 1 else tracker.expected(sample.strata)
         raw.append(sample.reward - (mean if expected is None else expected))
     spread = fmean(value * value for value in raw) ** 0.5
-    return [value / (spread + MIN_STD) for value in raw]
+    return [(value if value > 0 else value * negative_weight) / (spread + MIN_STD) for value in raw]

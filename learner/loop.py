@@ -151,7 +151,7 @@ class Loop:
             self._announce(f"waiting for samples: {self.feed.waiting} of {self.settings.batch_size}")
             return Step(kind="wait")
         self._announce(f"update {self.position.update + 1}")
-        weights = advantages(samples, self.position.tracker)
+        weights = advantages(samples, self.position.tracker, self.settings.negative_weight)
         return Step(kind="train", samples=samples, advantages=weights, promoted=promoted)
 
     def _train(self, step: Step) -> None:
@@ -296,13 +296,22 @@ def _probes(samples: list[Sample]) -> list[list[int]]:
 
 
 def _recipe(settings: LearnerConfig) -> dict[str, Any]:
-    names = ("batch_size", "learning_rate", "ratio_cap", "ratio_floor", "sequence_band", "kl_coefficient")
+    names = (
+        "batch_size",
+        "learning_rate",
+        "negative_weight",
+        "ratio_cap",
+        "ratio_floor",
+        "sequence_band",
+        "kl_coefficient",
+    )
     return {"objective": "rl", **{name: getattr(settings, name) for name in names}}
 
 
 def _line(number: int, m: Metrics) -> str:
     return (
-        f"update {number}: reward {m.reward:.3f} over {m.samples} samples, {m.tokens} tokens sampled, "
-        f"{m.positions} computed, kl {m.kl:.4f}, mismatch {m.mismatch:.4f}, truncated {m.truncated:.3f}, "
-        f"masked {m.masked:.3f}, rejected {m.rejected:.3f}, grad {m.grad_norm:.2f}, {m.seconds:.1f} s"
+        f"update {number}: reward {m.reward:.3f} over {m.samples} samples, {m.taught} taught, "
+        f"{m.tokens} tokens, {m.positions} computed, kl {m.kl:.4f}, mismatch {m.mismatch:.4f}, "
+        f"truncated {m.truncated:.3f}, masked {m.masked:.3f}, rejected {m.rejected:.3f}, "
+        f"grad {m.grad_norm:.2f}, {m.seconds:.1f} s"
     )

@@ -31,6 +31,8 @@ class Metrics:
 
     reward: float
     samples: int
+    taught: int
+    """Samples with an advantage; the others are not computed, and the figures below are of these."""
     tokens: int
     """Sampled tokens."""
     positions: int
@@ -58,8 +60,13 @@ def update(
     reference: Reference,
     stopping: Callable[[], bool],
 ) -> Metrics:
-    """Makes one step. Raises Abandoned, on every process, when `stopping` says so on rank 0."""
+    """Makes one step, or none when no sample has an advantage.
+
+    Raises Abandoned, on every process, when `stopping` says so on rank 0.
+    """
     engine, started = session.engine, time.monotonic()
+    reward = sum(sample.reward for sample in samples) / len(samples)
+    taught = [(sample, value) for sample, value in zip(samples, advantages, strict=True) if value]
     settings = session.settings
     bounds = Bounds(
         ratio_cap=settings.ratio_cap,
@@ -67,10 +74,10 @@ def update(
         sequence_band=settings.sequence_band,
         kl_coefficient=settings.kl_coefficient,
     )
-    advantage_S = torch.tensor(advantages, dtype=torch.float32, device=engine.device)
-    total = sum(sample.num_sampled for sample in samples)
+    advantage_S = torch.tensor([value for _, value in taught], dtype=torch.float32, device=engine.device)
+    total = sum(sample.num_sampled for sample, _ in taught)
     totals = _Totals()
-    for batch, on_reference, counts in _shares(session, samples, reference.policy):
+    for batch, on_reference, counts in _shares(session, [sample for sample, _ in taught], reference.policy):
         if engine.broadcast(stopping()):
             raise Abandoned
         terms = policy_gradient(
@@ -81,17 +88,20 @@ def update(
             totals.add(terms, batch)
     values = dict(zip(totals.names(), engine.sum(totals.values()), strict=True))
     # The denominator was every sampled token; masked ones leave it here. With none left nothing moves.
-    grad_norm = engine.step(total / values["kept"] if values["kept"] else 0.0)
+    scale = total / values["kept"] if values["kept"] else 0.0
+    grad_norm = engine.step(scale) if taught else 0.0
+    per_token = 1 / max(total, 1)
     return Metrics(
-        reward=sum(sample.reward for sample in samples) / len(samples),
+        reward=reward,
         samples=len(samples),
+        taught=len(taught),
         tokens=total,
         positions=int(values["positions"]),
-        truncated=values["truncated"] / total,
-        masked=values["masked"] / total,
-        rejected=values["rejected"] / total,
-        kl=values["kl"] / total,
-        mismatch=values["mismatch"] / total,
+        truncated=values["truncated"] * per_token,
+        masked=values["masked"] * per_token,
+        rejected=values["rejected"] * per_token,
+        kl=values["kl"] * per_token,
+        mismatch=values["mismatch"] * per_token,
         grad_norm=grad_norm,
         seconds=time.monotonic() - started,
     )

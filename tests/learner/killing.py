@@ -49,7 +49,7 @@ def learn(settings: dict[str, Any], kill_at: str | None, out: str | None = None,
     """
     torch.set_num_threads(1)
     if spoil:
-        mock.patch("learner.loop.advantages", lambda samples, tracker: [math.inf] * len(samples)).start()
+        mock.patch("learner.loop.advantages", lambda samples, *_: [math.inf] * len(samples)).start()
     store, stop = Store.open(settings["store"]["url"]), Stop()
     passed: list[str] = []
 

@@ -79,3 +79,10 @@ def test_advantages_have_unit_spread() -> None:
         values = advantages(batch, tracker)
         spread = (sum(v * v for v in values) / len(values)) ** 0.5
         assert spread == pytest.approx(1, abs=1e-2) or spread == 0
+
+
+def test_what_did_worse_than_expected_counts_by_its_weight() -> None:
+    batch = [sample(1), sample(0), sample(0), sample(0)]
+    whole = advantages(batch, Tracker(0.2))
+    assert advantages(batch, Tracker(0.2), 0.5) == [whole[0], *(value / 2 for value in whole[1:])]
+    assert advantages(batch, Tracker(0.2), 0.0) == [whole[0], 0.0, 0.0, 0.0]
