@@ -29,6 +29,7 @@ from server.engine.wire import (
     status_of,
     take_fields,
     take_pieces,
+    totals,
 )
 
 __all__ = ["ChatEvent", "ChatResult", "Engine", "Piece"]
@@ -88,7 +89,8 @@ class Engine:
     async def models(self) -> set[str]:
         """Names that can be asked for: ``base`` and every loaded policy."""
         response = await self._call("GET", "/v1/models")
-        return {model["id"] for model in response["data"]}
+        with self._understood():
+            return {model["id"] for model in response["data"]}
 
     async def load_adapter(self, policy_id: str, path: str | Path) -> None:
         """Make the adapter in folder `path` answer under the name `policy_id`.
@@ -192,13 +194,8 @@ class Engine:
             response = await self._http.get("/metrics", timeout=HEALTH_SECONDS)
         except httpx.TransportError as error:
             raise EngineUnavailable(f"{self.address}: {error or type(error).__name__}") from error
-        totals: dict[str, float] = {}
-        for line in response.text.splitlines():
-            name = line.partition("{")[0].partition(" ")[0]
-            if line.startswith("#") or not name or name.endswith("_bucket"):
-                continue
-            totals[name] = totals.get(name, 0.0) + float(line.rpartition(" ")[2])
-        return totals
+        with self._understood():
+            return totals(response.text)
 
     async def _worker(self, method: str, *arguments: str) -> list[Any]:
         answer = await self._call("POST", "/collective_rpc", {"method": method, "args": list(arguments)})

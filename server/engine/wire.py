@@ -114,6 +114,17 @@ def take_fields(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def totals(exposition: str) -> dict[str, float]:
+    """Counters and gauges by name, summed over their labels; histograms as _sum and _count."""
+    found: dict[str, float] = {}
+    for line in exposition.splitlines():
+        name = line.partition("{")[0].partition(" ")[0]
+        if line.startswith("#") or not name or name.endswith("_bucket"):
+            continue
+        found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return found
+
+
 def status_of(error: Any) -> int:
     """The HTTP status of an error that came in a stream, whose code may be a word or nothing."""
     code = error.get("code") if isinstance(error, dict) else None

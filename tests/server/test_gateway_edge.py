@@ -1,4 +1,4 @@
-"""What no engine and no store can hold is refused at the edge, by name, and is never worth trying again."""
+"""Requests that are wrong, or that no engine or store can hold: refused at the edge, by name, for good."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ CHAT = "/v1/chat/completions"
 FEEDBACK = "/v1/rl/feedback"
 BIG = {"maximum": 10**30}
 MAX_MB = 2
+USER = {"role": "user", "content": "hi"}
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,85 @@ def running(
             completions.insert(tx, rows.completion("c0", trajectory_id="t"))
         yield found
     postgresql.drop_database(url)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code"),
+    [
+        ({"model": "gpt-4"}, 404, "model", "model_not_found"),
+        ({"model": "ratchet@p999999"}, 404, "model", "model_not_found"),
+        ({"service_tier": "golden"}, 400, "service_tier", "unknown_service_tier"),
+        ({"service_tier": "flex"}, 400, "service_tier", "unknown_service_tier"),
+        ({"messages": []}, 400, "messages", "invalid_value"),
+        ({"messages": "hi"}, 400, "messages", "invalid_value"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role", None),
+        ({"messages": [USER, {"role": "user"}]}, 400, "messages.1.content", None),
+        ({"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content", None),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content.0",
+            None,
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.tool_call_id", None),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+            400,
+            "messages.0.tool_calls.0",
+            None,
+        ),
+        ({"temperature": "hot"}, 400, "temperature", "invalid_value"),
+        ({"temperature": 3}, 400, "temperature", "invalid_value"),
+        ({"n": 0}, 400, "n", "invalid_value"),
+        ({"n": True}, 400, "n", "invalid_value"),
+        ({"max_tokens": 1.5}, 400, "max_tokens", "invalid_value"),
+        ({"max_completion_tokens": 0}, 400, "max_completion_tokens", "invalid_value"),
+        ({"top_logprobs": 2}, 400, "top_logprobs", None),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "invalid_value"),
+        ({"stop": list("abcde")}, 400, "stop", None),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options", None),
+        ({"metadata": {"k": 1}}, 400, "metadata.k", "invalid_value"),
+        ({"metadata": {"k": "v" * 513}}, 400, "metadata.k", None),
+        ({"tool_choice": "auto"}, 400, "tool_choice", None),
+        (
+            {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            400,
+            "tool_choice",
+            None,
+        ),
+        ({"tools": [{"type": "custom"}]}, 400, "tools.0.type", "unsupported_parameter"),
+        ({"functions": []}, 400, "functions", "unsupported_parameter"),
+        ({"audio": {}}, 400, "audio", "unsupported_parameter"),
+        ({"modalities": ["text", "audio"]}, 400, "modalities", "unsupported_parameter"),
+        ({"reasoning_effort": "high"}, 400, "reasoning_effort", "unsupported_parameter"),
+        ({"frequency": 1}, 400, "frequency", "unknown_parameter"),
+        ({"cache_salt": "x"}, 400, "cache_salt", "unknown_parameter"),
+        ({"kv_transfer_params": {}}, 400, "kv_transfer_params", "unknown_parameter"),
+        ({"priority": -1}, 400, "priority", "unknown_parameter"),
+    ],
+)
+def test_a_wrong_request_is_told_what_to_change(
+    running: Doubled,
+    body: dict[str, Any],
+    status: int,
+    param: str,
+    code: str | None,
+) -> None:
+    before = len(running.double.bodies)
+    response = running.chat(**body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].endswith(".")
+    assert response.headers["x-request-id"]
+    assert len(running.double.bodies) == before, "a wrong request never reaches an engine"
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff", b""])
+def test_a_body_that_is_no_object(running: Doubled, content: bytes) -> None:
+    response = running.post(content)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
