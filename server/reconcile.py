@@ -228,10 +228,7 @@ class Reconciler:
         if fingerprint is None:
             raise PolicyInvalid(f"{policy.id}: fingerprint.json is missing, so nothing could be verified")
         if not loaded:
-            begun = time.monotonic()
-            replica.load_started_at[policy.id] = time.time()
-            await replica.engine.load_adapter(policy.id, path)
-            replica.load_ms[policy.id] = (time.monotonic() - begun) * 1e3
+            await self._load(replica, policy.id, path)
         parent = self.fleet.policies.get(policy.manifest.parent or "")
         by_parent = parent is not None and parent.id in replica.verified
         reference = engine_model(parent) if parent is not None and by_parent else BASE_MODEL
@@ -247,6 +244,21 @@ class Reconciler:
         if result.verdict is not Verdict.MATCH:
             raise PolicyInvalid(f"fingerprint {result.verdict.value}: {result.reason}")
         return result.reason
+
+    async def _load(self, replica: Replica, policy_id: str, path: Path) -> None:
+        begun = time.monotonic()
+        replica.load_started_at[policy_id] = time.time()
+        try:
+            await replica.engine.load_adapter(policy_id, path)
+        except EngineRejected as error:
+            # Another gateway may have been faster, which is no fault of the policy.
+            loaded = await replica.engine.models()
+            if policy_id in loaded:
+                return
+            if len(loaded - {BASE_MODEL}) >= self.engine.max_policies:
+                raise EngineRejected(503, {"message": "no place was left"}) from error
+            raise
+        replica.load_ms[policy_id] = (time.monotonic() - begun) * 1e3
 
     async def _scores(self, replica: Replica, model: str, fingerprint: Fingerprint) -> list[float]:
         scores = await asyncio.gather(

@@ -49,6 +49,8 @@ class EngineDouble:
         self.loaded = ["base"]
         self.refuses: str | None = None
         """First message of conversations that it refuses."""
+        self.rival: list[str] = []
+        """What another gateway loads just before the next adapter, which is refused; "*": that very one."""
         self.cancelled = 0
         self.app = Starlette(
             routes=[
@@ -66,7 +68,12 @@ class EngineDouble:
         return JSONResponse({"data": [{"id": name} for name in self.loaded]})
 
     async def load(self, request: Request) -> Response:
-        self.loaded.append((await request.json())["lora_name"])
+        name = (await request.json())["lora_name"]
+        if self.rival:
+            self.loaded += [name if rival == "*" else rival for rival in self.rival]
+            self.rival = []
+            return JSONResponse({"error": {"message": "loaded already, or full", "code": 400}}, 400)
+        self.loaded.append(name)
         return Response()
 
     async def unload(self, request: Request) -> Response:

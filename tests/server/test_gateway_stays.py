@@ -102,6 +102,19 @@ def test_a_candidate_is_not_given_up_for_what_this_machine_lacks(running: Double
         assert _reject(tx, policy_id, "the test is over")
 
 
+@pytest.mark.parametrize("rival", [["*"], ["a", "b", "c", "d"]])
+def test_a_candidate_is_not_given_up_for_a_gateway_that_was_faster(
+    running: Doubled, rival: list[str]
+) -> None:
+    running.double.rival = rival
+    policy_id = publish(running.deployment)
+    running.deployment.place(policy_id)
+    assert not running.double.rival
+    assert running.deployment.policy(policy_id)["state"] == "candidate"
+    with running.deployment.store() as store, store.write() as tx:
+        assert _reject(tx, policy_id, "the test is over")
+
+
 def test_a_gateway_without_file_descriptors_comes_back(running: Doubled) -> None:
     _, hard = resource.prlimit(running.gateway.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(running.gateway.pid, resource.RLIMIT_NOFILE, (3, hard))
