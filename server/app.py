@@ -40,7 +40,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(DataError, _data_error)
     app.add_exception_handler(SQLAlchemyError, _store_error)
     app.add_exception_handler(Exception, _server_error)
-    app.add_middleware(Edge, max_body_mb=gateway.config.max_body_mb)
+    app.add_middleware(Edge)
     app.add_middleware(RequestIds)
     return app
 
@@ -72,9 +72,8 @@ class Edge:
     Of such a body nothing is read that comes after the limit, and nothing at all when it says its length.
     """
 
-    def __init__(self, app: ASGIApp, max_body_mb: int) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._max_mb = max_body_mb
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,22 +83,24 @@ class Edge:
             refusal = errors.invalid("The URL must not contain the character NUL.", code="invalid_value")
             await error_response(refusal)(scope, receive, send)
             return
+        limit_mb: int = scope["app"].state.gateway.config.max_body_mb
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         size = 0
 
         async def receive_at_most() -> Message:
             nonlocal size
-            self._check(int(declared))
+            _check_size(int(declared), limit_mb)
             message = await receive()
             size += len(message.get("body", b""))
-            self._check(size)
+            _check_size(size, limit_mb)
             return message
 
         await self._app(scope, receive_at_most, send)
 
-    def _check(self, size: int) -> None:
-        if size > self._max_mb * 1_000_000:
-            raise errors.too_large(self._max_mb)
+
+def _check_size(size: int, limit_mb: int) -> None:
+    if size > limit_mb * 1_000_000:
+        raise errors.too_large(limit_mb)
 
 
 async def _api_error(_: Request, error: Exception) -> Response:
