@@ -43,7 +43,7 @@ READY_DEADLINE_S = 900.0
 class DemoConfig(config.Section):
     """``[demo]``."""
 
-    minutes: float = 16.0
+    minutes: float = 18.0
     """Time for learning under traffic."""
     extra_minutes: float = 4.0
     """More of it while fewer than `policies` were promoted."""
@@ -53,7 +53,7 @@ class DemoConfig(config.Section):
     """Policies to promote under traffic."""
     streams: int = 24
     """Episodes in flight."""
-    slow_streams: int = 4
+    slow_streams: int = 2
     """Episodes in flight while the gate evaluates, or while the learner has enough samples."""
     backlog: int = 64
     """Outcomes that the learner has neither trained on nor dropped: with two batches it has enough."""

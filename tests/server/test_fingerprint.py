@@ -99,3 +99,15 @@ def test_noise_as_large_as_the_change_is_still_told_apart_from_no_effect() -> No
 
     assert seen(policy) is Verdict.MATCH
     assert seen(base) is Verdict.MISMATCH
+
+
+def test_a_token_that_was_routed_elsewhere_does_not_refuse_the_policy() -> None:
+    policy, parent = [-1.0] * N, [-3.0] * N
+    routed = [-1.6, *policy[1:]]
+    measured = Measured(policy=routed, reference=parent, reference_is_parent=True)
+    assert check(fingerprint(policy, parent, [-2.0] * N), measured, TOLERANCE).verdict is Verdict.MATCH
+    everywhere = Measured(
+        policy=[value - 0.01 for value in policy], reference=parent, reference_is_parent=True
+    )
+    verdict = check(fingerprint(policy, parent, [-2.0] * N), everywhere, TOLERANCE).verdict
+    assert verdict is Verdict.MISMATCH
