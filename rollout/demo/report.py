@@ -203,7 +203,8 @@ def _drafting_line(drafting: dict[str, Any]) -> str:
     if "not_measured" in drafting:
         return f"drafting: {drafting['not_measured']}"
     acceptance = drafting["acceptance"]
-    accepted = "not passed on by the gateway" if acceptance is None else f"{acceptance:.2f}"
+    why_unknown = "no counters" if drafting["drafted"] is None else "nothing was drafted"
+    accepted = f"unknown ({why_unknown})" if acceptance is None else f"{acceptance:.2f}"
     return (
         f"drafting on a repetitive workload: {drafting['tokens_per_step']:.2f} tokens a step, "
         f"acceptance {accepted}, "
