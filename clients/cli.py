@@ -49,22 +49,28 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--config", type=Path, default=LOCAL, help="the deployment's TOML (%(default)s)")
-    shared.add_argument(
-        "--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE", help="override one key"
-    )
     root = argparse.ArgumentParser(prog="ratchet", description="A server whose model keeps learning.")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("up", parents=[shared], help="start everything the TOML names and watch it")
-    demo = commands.add_parser(
-        "demo", parents=[shared], help="start everything, drive traffic, learn from it, show what came of it"
-    )
-    demo.set_defaults(config=DEMO)
-    learn = commands.add_parser("learn", parents=[shared], help="switch continuous learning, or ask about it")
+
+    def command(name: str, text: str, config: Path = LOCAL) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text)
+        added.add_argument("--config", type=Path, default=config, help="the deployment's TOML (%(default)s)")
+        added.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            dest="overrides",
+            metavar="KEY=VALUE",
+            help="override one key",
+        )
+        return added
+
+    command("up", "start everything the TOML names and watch it")
+    command("demo", "start everything, drive traffic, learn from it, show what came of it", DEMO)
+    learn = command("learn", "switch continuous learning, or ask about it")
     learn.add_argument("action", choices=["on", "off", "status"])
-    commands.add_parser("status", parents=[shared], help="what is served now")
-    commands.add_parser("policies", parents=[shared], help="every policy and what became of it")
+    command("status", "what is served now")
+    command("policies", "every policy and what became of it")
     return root
 
 

@@ -64,7 +64,9 @@ def load(config: Path, overrides: list[str]) -> Deployment:
     for override in overrides:
         _apply(document, override)
     home = Path(os.environ.get("RATCHET_HOME") or document.get("home", {}).get("path", ".ratchet")).resolve()
-    gateway, model, up = (document.get(name, {}) for name in ("gateway", "model", "up"))
+    gateway, model, up = (_table(document, name) for name in ("gateway", "model", "up"))
+    if not isinstance(port := gateway.get("port", 8000), int) or not 0 < port < 65536:
+        raise DeploymentError(f"gateway.port: {port!r} is not a port; give a number from 1 to 65535")
     known = {"prepare", "process", "disposable"}
     if unknown := set(up) - known:
         raise DeploymentError(
@@ -77,7 +79,7 @@ def load(config: Path, overrides: list[str]) -> Deployment:
         overrides=overrides,
         home=home,
         host=gateway.get("host", "127.0.0.1"),
-        port=gateway.get("port", 8000),
+        port=port,
         model=model.get("name", "ratchet"),
         tiers=list(document.get("tiers", {})),
         prepare=[_filled(argv, fill) + suffix for argv in up.get("prepare", [])],
@@ -104,11 +106,18 @@ def _apply(document: dict[str, Any], override: str) -> None:
     *tables, leaf = key.split(".")
     table = document
     for name in tables:
-        table = table.setdefault(name, {})
+        table = _table(table, name)
     try:
         table[leaf] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         table[leaf] = text
+
+
+def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
+    table = document.setdefault(name, {})
+    if not isinstance(table, dict):
+        raise DeploymentError(f"{name} is a table of keys, not the value {table!r}")
+    return table
 
 
 def _spec(table: dict[str, Any], fill: dict[str, str], suffix: list[str], home: Path) -> Spec:

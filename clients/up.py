@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 
 from clients import processes
@@ -140,7 +141,7 @@ def _run(deployment: Deployment, body: Callable[[Stack], int], empty: bool = Fal
             finally:
                 stack.stop()
     except (UpError, DeploymentError) as error:
-        console.print(f"[red]ratchet:[/red] {error}")
+        console.print(f"[red]ratchet:[/red] {escape(str(error))}")
         return 1
 
 
@@ -162,7 +163,7 @@ class Stack:
         commands = self.deployment.prepare
         for number, argv in enumerate(commands, 1):
             shown = " ".join(argv[1:]) if argv[0] == sys.executable else " ".join(argv)
-            self.console.print(f"[bold]prepare {number}/{len(commands)}[/bold] {shown}")
+            self.console.print(f"[bold]prepare {number}/{len(commands)}[/bold] {escape(shown)}")
             child = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=processes.bind_to_parent
             )
@@ -217,7 +218,7 @@ class Stack:
                 message = f"{name} failed {watched.quick_failures} times in a row; read {watched.spec.log}"
                 if not ready:
                     raise UpError(f"{message}\n{_tail(watched.spec.log)}")
-                self.console.print(f"[red]{message}[/red] (still trying, once a minute)")
+                self.console.print(f"[red]{escape(message)}[/red] (still trying, once a minute)")
                 self._complained.add(name)
         if before != [watched.process for watched in self.watched]:
             self._write_record()
@@ -334,14 +335,14 @@ def _progress(console: Console) -> Iterator[Callable[[str, float], None]]:
     def show_line(text: str, seconds: float) -> None:
         nonlocal last
         if text != last:
-            console.print(f"{seconds:4.0f} s  {text}")
+            console.print(f"{seconds:4.0f} s  {escape(text)}")
             last = text
 
     if not console.is_terminal:
         yield show_line
         return
     with Status("starting", console=console) as status:
-        yield lambda text, seconds: status.update(f"{seconds:.0f} s  {text}")
+        yield lambda text, seconds: status.update(f"{seconds:.0f} s  {escape(text)}")
 
 
 def _tail(log: Path) -> str:

@@ -37,14 +37,13 @@ find_python() {
 }
 
 # Debian packages that are missing, one a line: the compiler builds DeepSpeed's kernels at first use, tcmalloc is
-# preloaded into the engines, bubblewrap holds code that a model wrote, PostgreSQL is for the tests.
+# preloaded into the engines, PostgreSQL is for the tests.
 missing_packages() {
     local version
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     command -v g++ >/dev/null || echo g++
     "$python" -c 'import ensurepip, venv' 2>/dev/null || echo "python$version-venv"
     [ -e "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || echo "python$version-dev"
-    command -v bwrap >/dev/null || echo bubblewrap
     if ! ldconfig -p | grep -q libtcmalloc_minimal.so.4; then
         if apt-cache show libtcmalloc-minimal4t64 >/dev/null 2>&1; then echo libtcmalloc-minimal4t64; else echo libtcmalloc-minimal4; fi
     fi

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from rollout.config import Section
 
 
 class GatewayConfig(Section):
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = Field(default=8000, ge=1, le=65535)
     keep_alive_s: int = 120
     """How long an idle connection is kept. Longer than clients keep theirs, or a request that they send just
     when it is closed is lost: the official client gives an idle connection up after 5 s."""

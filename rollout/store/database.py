@@ -104,7 +104,12 @@ def _open_sqlite(url: URL) -> Engine:
 def _switch_to_wal(path: str) -> None:
     """WAL is a property of the file. The switch ignores the busy time-out, so retry while others hold it."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S)
+    try:
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S)
+    except sqlite3.OperationalError as error:
+        raise StoreError(
+            f"store.url: {path}: {error}; where there is no store yet, `python -m rollout migrate` makes it"
+        ) from None
     try:
         while True:
             try:

@@ -28,6 +28,13 @@ def test_commands_of_ratchet() -> None:
     assert found == COMMANDS
 
 
+def test_only_the_demonstration_has_a_deployment_of_its_own() -> None:
+    commands = [[name] for name in COMMANDS if name != "learn"] + [["learn", "status"]]
+    defaults = {argv[0]: parser().parse_args(argv).config.name for argv in commands}
+    assert defaults.pop("demo") == "demo.toml"
+    assert set(defaults.values()) == {"local.toml"}
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

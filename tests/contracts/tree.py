@@ -53,7 +53,7 @@ def tree() -> str:
             continue
         name = f"{path.name}/" if path in folders else path.name
         line = f"{'  ' * (len(path.parts) - 1)}{name}"
-        lines.append(f"{line:<30} {entries[path]}".rstrip())
+        lines.append(f"{line:<34} {entries[path]}".rstrip())
     return "```\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -76,7 +76,7 @@ def phrase(path: Path) -> str:
     comment = lines[
         : next((i for i, line in enumerate(lines) if not line.startswith(("#", "//", "{#", "/*"))), 0)
     ]
-    return first_sentence(" ".join(line.strip("#{}/* ") for line in comment))
+    return first_sentence(" ".join(line.strip("#{}/*- ") for line in comment))
 
 
 def first_sentence(text: str) -> str:

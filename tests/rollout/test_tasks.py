@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -189,6 +189,7 @@ def calls() -> st.SearchStrategy[tuple[str, Any]]:
     )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(made=st.lists(calls(), max_size=4))
 @example(made=[("convert_currency", {"amount": 1e308, "from": "USD", "to": "JPY"})])
 def test_whatever_json_a_model_sends_is_answered_in_json(made: list[tuple[str, Any]]) -> None:
