@@ -48,6 +48,11 @@ class Dropped(Exception):
     """An outcome gives no sample; the message is the reason that `ratchet learn status` shows."""
 
 
+def keys_of(samples: Iterable[Sample]) -> list[tuple[str, int]]:
+    """(completion id, choice) of every turn in `samples`."""
+    return [key for sample in samples for key in sample.keys]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Waiting:
     """What one outcome judges, until it is handed out."""
@@ -58,7 +63,7 @@ class _Waiting:
 
     @property
     def keys(self) -> list[tuple[str, int]]:
-        return [key for sample in self.samples for key in sample.keys]
+        return keys_of(self.samples)
 
 
 class Feed:

@@ -29,7 +29,7 @@ from learner.advantages import Tracker, advantages
 from learner.batch import Sample
 from learner.checkpoint import Checkpoints, Position, commit, move
 from learner.config import LearnerConfig
-from learner.data import Feed, Limits
+from learner.data import Feed, Limits, keys_of
 from learner.session import Session, open_session
 from learner.switch import Stop, is_on
 from learner.update import Abandoned, Metrics, Reference, update
@@ -66,7 +66,7 @@ def run(document: dict[str, Any], store: Store, stop: Stop, watch: Watch = lambd
         with store.read() as tx:
             row = learning.get_checkpoint(tx, settings.job)
             promoted = _promoted(policies.serving(tx).promoted, policies.list_policies(tx))
-        fresh = row is None or bool(row.state.get("restart"))
+        fresh = _starts_anew(row)
         adapter = Path(promoted.path) if fresh and promoted.manifest.kind is PolicyKind.ADAPTER else None
         session = open_session(document, seed=settings.seed, initial=adapter)
         if row is not None and not fresh:
@@ -104,7 +104,7 @@ class Loop:
         self.position.base = session.base
         self.path = row.path if row else ""
         """What the row names."""
-        self.fresh = row is None or bool(row.state.get("restart"))
+        self.fresh = _starts_anew(row)
         """Whether the weights of now did not come from `path`."""
         self.feed = Feed(
             store,
@@ -173,7 +173,7 @@ class Loop:
                 position.tracker.observe(sample.strata, sample.reward)
             position.probes = _probes(step.samples)
             position.metrics = asdict(metrics)
-            commit(self.store, self.path, self._row(str(folder)), _keys(step.samples))
+            commit(self.store, self.path, self._row(str(folder)), keys_of(step.samples))
             self.watch("checkpoint committed")
             self.checkpoints.prune(folder)
             self._announce(f"update {position.update} done")
@@ -186,7 +186,7 @@ class Loop:
         counts.trained -= len(step.samples)
         counts.dropped["not finite"] += len(step.samples)
         row = self._row(self.path, restart=self.fresh)
-        commit(self.store, self.path, row, _keys(step.samples))
+        commit(self.store, self.path, row, keys_of(step.samples))
         self._announce(f"starting again: update {self.position.update + 1} was not finite")
         print(f"update {self.position.update + 1} was not finite; its samples are dropped", flush=True)
 
@@ -280,12 +280,13 @@ def _promoted(promoted: str | None, known: list[Policy]) -> Policy:
     raise ConfigError("nothing is promoted in this store; run `python -m rollout seed` first")
 
 
+def _starts_anew(row: Checkpoint | None) -> bool:
+    """Whether learning begins with the promoted weights and not with those that the row names."""
+    return row is None or bool(row.state.get("restart"))
+
+
 def _finite(metrics: Metrics) -> bool:
     return all(map(math.isfinite, asdict(metrics).values()))
-
-
-def _keys(samples: list[Sample]) -> list[tuple[str, int]]:
-    return [key for sample in samples for key in sample.keys]
 
 
 def _probes(samples: list[Sample]) -> list[list[int]]:

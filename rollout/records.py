@@ -16,8 +16,15 @@ from typing import Any
 
 import msgspec
 
+PIN = "@"
+"""Between a model's name and the policy that it pins: ``ratchet@p000041``."""
 PRIORITY_HEADER = "x-ratchet-priority"
 """Request header by which a caller says that nobody waits for the answer: ``batch``."""
+
+
+def pinned_policy(model: str) -> str | None:
+    """The policy that a model name pins, if it pins one."""
+    return model.partition(PIN)[2] or None
 
 
 class Capture(StrEnum):

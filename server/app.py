@@ -45,16 +45,24 @@ def create_app(gateway: Gateway) -> FastAPI:
     return app
 
 
-class RequestIds:
-    """``x-request-id`` on every response, the caller's own where it sent one."""
+class HttpMiddleware:
+    """What sees HTTP requests; everything else goes straight on."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        handle = self._http if scope["type"] == "http" else self._app
+        await handle(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class RequestIds(HttpMiddleware):
+    """``x-request-id`` on every response, the caller's own where it sent one."""
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = sent[:128] or f"req_{uuid.uuid4().hex}".encode()
 
@@ -66,19 +74,13 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-class Edge:
+class Edge(HttpMiddleware):
     """Refuses what no route can use: a NUL in the path or the query, a body beyond the limit.
 
     Of such a body nothing is read that comes after the limit, and nothing at all when it says its length.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if "\0" in scope["path"] or "\0" in unquote(scope["query_string"].decode("latin-1")):
             refusal = errors.invalid("The URL must not contain the character NUL.", code="invalid_value")
             await error_response(refusal)(scope, receive, send)

@@ -13,14 +13,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout import trajectories
+from rollout.outcomes import MAX_VALUE
 from server import errors
 from server.bodies import parse
 
 Message = dict[str, Any]
 CHOICES = 128
 """Most choices of one completion."""
-LARGEST_VALUE = 1000
-"""Of an outcome: one beyond any scale would outweigh all others for ever."""
 
 _REFUSED = {
     "audio": "this server answers in text",
@@ -194,9 +193,9 @@ def outcome_value(feedback: Feedback) -> float | None:
     if feedback.value is None:
         return None
     value = float(feedback.value)
-    if abs(value) > LARGEST_VALUE:
+    if abs(value) > MAX_VALUE:
         raise errors.invalid(
-            f"'value' must be a number from -{LARGEST_VALUE} to {LARGEST_VALUE}.", "value", "invalid_value"
+            f"'value' must be a number from -{MAX_VALUE:.0f} to {MAX_VALUE:.0f}.", "value", "invalid_value"
         )
     return value
 

@@ -6,32 +6,23 @@ the store and of the engines: a gateway that restarts builds it anew.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
-from rollout.records import Policy, PolicyKind, PolicyState
+from rollout.records import PIN, Policy, PolicyKind, PolicyState, pinned_policy
 from server import errors
 from server.engine.client import Engine
 from server.engine.launch import BASE_MODEL
+from server.engine.supervisor import read_state
 
-log = logging.getLogger(__name__)
 STANDARD, FAST = "standard", "fast"
 AUTO = "auto"
 _TIER_OF = {"default": STANDARD, "standard": STANDARD, "fast": FAST, "priority": FAST, "auto": AUTO}
 _WIRE = {STANDARD: "default"}
 """Tier -> ``service_tier`` in responses, which the official client's types allow."""
-
-
-class _Named(msgspec.Struct):
-    """What the gateway reads of ``run/REPLICA.json``."""
-
-    instance: str
 
 
 @dataclass(slots=True)
@@ -69,13 +60,8 @@ class Replica:
 
     def current_instance(self) -> str | None:
         """The engine start that the supervisor names; None when there is none, or no readable file."""
-        try:
-            return msgspec.json.decode(self.state_file.read_bytes(), type=_Named).instance
-        except FileNotFoundError:
-            return None
-        except msgspec.DecodeError as error:
-            log.warning("%s: %s is not readable, so there is no engine: %s", self.id, self.state_file, error)
-            return None
+        state = read_state(self.state_file)
+        return None if state is None else state.instance
 
     @contextmanager
     def carrying(self, policy_id: str) -> Iterator[None]:
@@ -120,11 +106,11 @@ class Fleet:
     def names(self) -> list[str]:
         """Model names a caller can use now: aliases first, then pinned policies."""
         aliases = [self.model, *(f"{self.model}-{tier}" for tier in self.tiers if tier != STANDARD)]
-        return aliases + [f"{alias}@{policy}" for alias in aliases for policy in sorted(self.policies)]
+        return aliases + [f"{alias}{PIN}{policy}" for alias in aliases for policy in sorted(self.policies)]
 
     def named(self, model: str, service_tier: str | None, default: str) -> Named:
         """Raises 404 for an unknown model, 400 for an unknown tier or one that contradicts the alias."""
-        alias, _, policy = model.partition("@")
+        alias, policy = model.partition(PIN)[0], pinned_policy(model)
         by_alias = next((tier for tier in self.tiers if alias == f"{self.model}-{tier}"), None)
         if by_alias is None and alias != self.model:
             raise errors.unknown_model(model, self.names())
@@ -141,7 +127,7 @@ class Fleet:
         tier = by_alias or asked or default
         if tier != AUTO and tier not in self.tiers:
             raise errors.unknown_tier(tier)
-        return Named(tier=tier, policy=policy or None)
+        return Named(tier=tier, policy=policy)
 
     def has_served(self, policy_id: str | None) -> bool:
         """Whether the policy has passed the gate: what callers who pinned nothing may be given."""
@@ -149,7 +135,7 @@ class Fleet:
         return policy is not None and policy.state in (PolicyState.PROMOTED, PolicyState.RETIRED)
 
     def answered_by(self, policy_id: str) -> str:
-        return f"{self.model}@{policy_id}"
+        return f"{self.model}{PIN}{policy_id}"
 
     def verified_everywhere(self, policy_id: str) -> str | None:
         """None when every replica in rotation holds `policy_id` verified; else what is missing."""

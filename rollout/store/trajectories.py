@@ -12,7 +12,7 @@ import msgspec
 from sqlalchemy import Connection, Insert, and_, case, func, or_, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 
-from rollout.records import Completion, Joint
+from rollout.records import Completion, Joint, pinned_policy
 from rollout.store import tables
 
 PINNED = 0.0
@@ -97,7 +97,7 @@ def add_turns(tx: Connection, completions: Sequence[Completion]) -> None:
                 "id": c.trajectory_id,
                 "task": c.task,
                 "policy_id": c.policy_id,
-                "policy_since": PINNED if "@" in c.model else c.created_at,
+                "policy_since": PINNED if pinned_policy(c.model) else c.created_at,
                 "created_at": c.created_at,
                 "last_at": c.created_at,
                 "turns": c.turn + 1,

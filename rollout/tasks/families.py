@@ -32,17 +32,13 @@ class Draft:
 # One turn of calls -----------------------------------------------------------------------------------
 
 
-def _weather_world(city: str, celsius: int, sky: str = "sunny") -> dict[str, Any]:
-    return {"weather": {city.casefold(): {"celsius": celsius, "sky": sky}}}
-
-
 def weather(draw: Draw) -> Draft:
     city = draw.one("city")
     text = draw.wording(
         [f"What is the weather in {city}?", f"Is it raining in {city}?", f"How warm is it in {city}?"],
         f"Do I need an umbrella in {city} today?",
     )
-    world = _weather_world(city, draw.number(2, 34))
+    world = {"weather": {city.casefold(): {"celsius": draw.number(2, 34), "sky": "sunny"}}}
     return Draft(text=text, turns=[[("get_weather", {"city": city})]], world=world)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from rollout.records import Scope
+from rollout.records import Scope, pinned_policy
 from server import errors
 from server.gateway import Gateway, gateway
 from server.responses import json_response, listing
@@ -31,7 +31,7 @@ async def retrieve(request: Request, name: str) -> Response:
 
 
 def _model(parts: Gateway, name: str) -> dict[str, Any]:
-    policy_id = name.partition("@")[2] or parts.fleet.serving.promoted
+    policy_id = pinned_policy(name) or parts.fleet.serving.promoted
     policy = parts.fleet.policies.get(policy_id or "")
     return {
         "id": name,

@@ -6,21 +6,17 @@ not better is tested elsewhere.
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from clients import Ratchet
-from server.engine.launch import BASE_MODEL
 from tests.fixtures.engines import RunningEngine, eventually
 from tests.fixtures.models import RANK
-from tests.server.gateways import Deployment, running_gateway
+from tests.server.gateways import Deployment, running_gateway, running_module
 
 pytestmark = pytest.mark.engine
 SAMPLES = 8
@@ -56,31 +52,12 @@ def deployment(
     found.prepare()
     with ExitStack() as stack:
         stack.enter_context(running_gateway(found))
-        stack.enter_context(running(found, tmp_path, "rollout", "judge"))
-        stack.enter_context(running(found, tmp_path, "learner", "run"))
+        for command in (("rollout", "judge"), ("learner", "run")):
+            log = tmp_path / f"{command[0]}.log"
+            stack.enter_context(running_module(config, found.overrides, log, *command))
         yield found
     for engine in (engine_standard, engine_fast):
-        asyncio.run(unload_all(engine))
-
-
-@contextmanager
-def running(deployment: Deployment, logs: Path, *command: str) -> Iterator[None]:
-    argv = [sys.executable, "-m", *command, "--config", str(deployment.config)]
-    argv += [part for override in deployment.overrides for part in ("--set", override)]
-    with (logs / f"{command[0]}.log").open("wb") as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-async def unload_all(running: RunningEngine) -> None:
-    """Other stores give the same ids to other weights."""
-    async with running.client() as engine:
-        for name in await engine.models() - {BASE_MODEL}:
-            await engine.unload_adapter(name)
+        engine.unload_all()
 
 
 def ask(client: Ratchet, number: int, tier: Tier) -> tuple[str, str]:

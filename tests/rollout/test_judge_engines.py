@@ -19,7 +19,6 @@ from rollout.records import Joint, PolicyState, Source
 from rollout.seed import PROJECT
 from rollout.store import completions, evaluations
 from rollout.tasks import generate
-from server.engine.launch import BASE_MODEL
 from tests.fixtures.engines import RunningEngine, eventually
 from tests.server.gateways import Deployment, running_gateway
 
@@ -48,14 +47,7 @@ def deployment(
     with running_gateway(found):
         yield found
     for engine in (engine_standard, engine_fast):
-        asyncio.run(unload_all(engine))
-
-
-async def unload_all(running: RunningEngine) -> None:
-    """Other stores give the same ids to other weights."""
-    async with running.client() as engine:
-        for name in await engine.models() - {BASE_MODEL}:
-            await engine.unload_adapter(name)
+        engine.unload_all()
 
 
 def candidate(deployment: Deployment, seed: int) -> str:

@@ -17,8 +17,8 @@ from rollout.policies import Serving
 from rollout.records import PolicyState, Scope
 from rollout.store import Store, projects
 from tests.fixtures.rows import manifest
-from tests.rollout.test_artifacts import model as model  # a fixture
 from tests.rollout.test_artifacts import publish
+from tests.rollout.test_base_id import model as model  # a fixture
 
 
 @pytest.fixture

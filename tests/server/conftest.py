@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from server.engine.launch import BASE_MODEL
 from tests.fixtures.engines import RunningEngine
 from tests.server.gateways import Deployment, running_gateway
 
@@ -24,10 +22,4 @@ def deployment(
     with running_gateway(found):
         yield found
     for engine in (engine_standard, engine_fast):
-        asyncio.run(_unload_all(engine))
-
-
-async def _unload_all(running: RunningEngine) -> None:
-    async with running.client() as engine:
-        for name in await engine.models() - {BASE_MODEL}:
-            await engine.unload_adapter(name)
+        engine.unload_all()

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from server.engine.supervisor import EngineState
 from tests.fixtures.engines import eventually
 
 PROMPT_IDS = [1, 2, 3]
@@ -183,7 +187,17 @@ def running_double(home: Path, replica: str) -> Iterator[EngineDouble]:
     thread = threading.Thread(target=server.run)
     thread.start()
     eventually(lambda: server.started, 10, "the double listens")
-    (folder / f"{replica}.json").write_text(json.dumps({"instance": uuid.uuid4().hex}))
+    state = EngineState(
+        replica=replica,
+        tier=replica.partition("-")[0],
+        instance=uuid.uuid4().hex,
+        pid=os.getpid(),
+        start_ticks=0,
+        started_at=time.time(),
+        socket=str(folder / f"{replica}.sock"),
+        supervisor=os.getpid(),
+    )
+    (folder / f"{replica}.json").write_bytes(msgspec.json.encode(state))
     try:
         yield double
     finally:

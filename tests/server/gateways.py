@@ -182,14 +182,22 @@ def running_gateway(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A gateway process; ended at the end, if a test has not done so."""
     arguments = [f"gateway.port={deployment.port}", *deployment.overrides, *overrides]
-    argv = [sys.executable, "-m", "server", "--config", str(deployment.config)]
-    for argument in arguments:
-        argv += ["--set", argument]
-    with (deployment.home / "gateway.log").open("ab") as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log)
-    try:
+    with running_module(deployment.config, arguments, deployment.home / "gateway.log", "server") as process:
         if wait:
             eventually(lambda: is_ready(deployment, process), READY_SECONDS, "the gateway is ready")
+        yield process
+
+
+@contextmanager
+def running_module(
+    config: Path, overrides: list[str], log: Path, *command: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """``python -m COMMAND`` of a deployment; ended at the end, if a test has not done so."""
+    argv = [sys.executable, "-m", *command, "--config", str(config)]
+    argv += [part for override in overrides for part in ("--set", override)]
+    with log.open("ab") as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=output)
+    try:
         yield process
     finally:
         if process.poll() is None:
