@@ -77,7 +77,8 @@ class EngineConfig(Section):
     block_size: int | None = 32
     kv_cache_gb: int = 1
     threads: str = "auto"
-    """CPU cores that vLLM's threads are bound to, such as "0-3"; "auto" takes all of them."""
+    """CPU cores that the threads of every engine are bound to, such as "0-3"; "auto" divides those of the
+    machine among the replicas."""
     extra_args: list[str] = []
 
 

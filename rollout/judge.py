@@ -50,9 +50,9 @@ def main(args: argparse.Namespace) -> None:
     store = Store.open(config.section(document, "store", config.StoreConfig).url)
     client = gateway.client(document, retries=RETRIES)
     model = config.section(document, "model", config.ModelConfig).name
-    judge = Judge(
-        store=store, client=client, gate=Gate(store=store, client=client, config=settings, model=model)
-    )
+    tiers = settings.gate_tiers or list(config.tiers(document))
+    gate = Gate(store=store, client=client, config=settings, model=model, tiers=tiers)
+    judge = Judge(store=store, client=client, gate=gate)
     try:
         asyncio.run(_until_stopped(judge))
     finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,10 @@ class JudgeConfig(Section):
     """One-sided, over all looks together: 1 - this is the chance that a policy no better passes."""
     min_difference: float = 0.0
     """Smallest observed gain in success that passes, significant or not."""
-    gate_tier: str = "standard"
-    """Tier that evaluations run on."""
+    gate_tiers: list[str] = []
+    """Tiers that evaluations run on, each with its share of the tasks; empty: every tier."""
     concurrency: int = 24
-    """Evaluation requests in flight."""
+    """Episodes of an evaluation in flight on each tier."""
     poll_s: float = 1.0
     lease_s: float = 60.0
     """A judge that has not renewed its lease for so long is taken for dead."""
@@ -98,6 +99,8 @@ class Gate:
     config: JudgeConfig
     model: str
     """The name callers use; ``MODEL@POLICY`` pins one."""
+    tiers: Sequence[str]
+    """Tiers that evaluations run on."""
 
     def enter(self, policy_id: str) -> str:
         """Put the candidate (or one that a dead judge left in the gate) into GATE; returns the baseline."""
@@ -135,18 +138,14 @@ class Gate:
             _step(tx, policy_id, PolicyState.GATE, PolicyState.REJECTED, reason)
 
     async def _run(self, tasks: list[Task], policy_id: str, baseline: str) -> dict[str, list[Result]]:
-        tier = self.config.gate_tier
-        sides = [
-            Side(policy=policy, model=f"{self.model}@{policy}", service_tier=tier)
-            for policy in (policy_id, baseline)
-        ]
-        return await evaluate(self.client, tasks, sides, self.config.concurrency)
+        sides = [Side(policy=policy, model=f"{self.model}@{policy}") for policy in (policy_id, baseline)]
+        return await evaluate(self.client, tasks, sides, self.tiers, self.config.concurrency)
 
     def _leave(self, policy_id: str, comparison: Comparison, decision: Decision) -> None:
         evidence: dict[str, Any] = {
             "evaluation": f"eval-{uuid.uuid4().hex}",
             "suite": suites.GATE,
-            "tier": self.config.gate_tier,
+            "tiers": list(self.tiers),
             "confidence": self.config.gate_confidence,
             **comparison.evidence(),
         }

@@ -218,4 +218,6 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for data in self._events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
+            # Of a backlog nothing above waits: others have their turn, and a caller who left is noticed.
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -30,7 +30,7 @@ from rollout import config, gateway
 from rollout.demo import drafting, report
 from rollout.demo.findings import Findings
 from rollout.demo.progress import Progress
-from rollout.demo.traffic import TIERS, Log, Traffic
+from rollout.demo.traffic import Log, Traffic
 from rollout.demo.watch import UNDER_WAY, View, look
 from rollout.episodes import Episode
 from rollout.evals import suites
@@ -63,7 +63,7 @@ class DemoConfig(config.Section):
     """Share of the traffic that streams; time to first token is measured on it."""
     eval_tasks: int = suites.SEALED_SIZE
     eval_concurrency: int = 32
-    eval_tier: str = "standard"
+    """Episodes of the sealed tasks in flight on each tier; every tier gets its share of them."""
     seed: int = 0
     """First seed of the training tasks."""
     look_s: float = 2.0
@@ -79,12 +79,14 @@ def main(args: argparse.Namespace) -> None:
     document = config.read(args.config, args.overrides)
     settings = config.section(document, "demo", DemoConfig)
     home = config.home(document)
+    tiers = config.tiers(document)
     console = Console()
     demo = Demo(
         config=settings,
         client=gateway.client(document, retries=0),
         model=config.section(document, "model", config.ModelConfig).name,
-        drafts=any(name == "fast" and tier.speculation for name, tier in config.tiers(document).items()),
+        tiers=list(tiers),
+        drafts="fast" in tiers and bool(tiers["fast"].speculation),
         home=home,
         console=console,
     )
@@ -107,6 +109,7 @@ class Demo:
     config: DemoConfig
     client: AsyncRatchet
     model: str
+    tiers: list[str]
     drafts: bool
     home: Path
     console: Console
@@ -173,9 +176,8 @@ class Demo:
             self.log.ask(episode)
             progress.show(f"sealed tasks with {policy}: {done} of {len(tasks)}", now=done == len(tasks))
 
-        tier = TIERS.get(self.config.eval_tier, self.config.eval_tier)
-        side = Side(policy=policy, model=f"{self.model}@{policy}", service_tier=tier)
-        results = await evaluate(self.client, tasks, [side], self.config.eval_concurrency, note)
+        side = Side(policy=policy, model=f"{self.model}@{policy}")
+        results = await evaluate(self.client, tasks, [side], self.tiers, self.config.eval_concurrency, note)
         self.findings.results.update(results)
 
     @contextlib.asynccontextmanager

@@ -13,6 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import msgspec
@@ -53,7 +54,6 @@ class Side:
     policy: str
     model: str
     """The name that pins it: ``ratchet@p000041``."""
-    service_tier: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +105,29 @@ async def evaluate(
     client: openai.AsyncOpenAI,
     tasks: Sequence[Task],
     sides: Sequence[Side],
+    tiers: Sequence[str],
     concurrency: int,
     progress: Callable[[Side, Episode], None] | None = None,
 ) -> dict[str, list[Result]]:
-    """Results by policy, in the order of `tasks`; of each task all sides are asked before the next."""
-    room = asyncio.Semaphore(concurrency)
+    """Results by policy, in the order of `tasks`; of each task all sides are asked before the next.
 
-    async def attempt(task: Task, side: Side) -> Result:
-        async with room:
-            episode = await episodes.run(client, task, ask_for(task, side), f"eval-{uuid.uuid4().hex}")
+    Tasks are dealt out to `tiers` in turn, so that both sides of a pair run on the same one. `concurrency`
+    is the number of episodes in flight on each tier.
+    """
+    rooms = {tier: asyncio.Semaphore(concurrency) for tier in tiers}
+
+    async def attempt(task: Task, side: Side, tier: str) -> Result:
+        async with rooms[tier]:
+            episode = await episodes.run(client, task, ask_for(task, side, tier), f"eval-{uuid.uuid4().hex}")
         if progress is not None:
             progress(side, episode)
         return _result(episode)
 
     async with asyncio.TaskGroup() as group:
-        running = [[group.create_task(attempt(task, side)) for side in sides] for task in tasks]
+        running = [
+            [group.create_task(attempt(task, side, tier)) for side in sides]
+            for task, tier in zip(tasks, cycle(tiers), strict=False)
+        ]
     results = defaultdict(list)
     for row in running:
         for side, done in zip(sides, row, strict=True):
@@ -160,12 +168,13 @@ def by_family(results: Sequence[Result]) -> dict[str, tuple[int, int]]:
     return {family: (good, n) for family, (good, n) in sorted(table.items())}
 
 
-def ask_for(task: Task, side: Side) -> Ask:
+def ask_for(task: Task, side: Side, tier: str) -> Ask:
+    """What `side` is asked on `tier`, its sampling seed a function of the task alone."""
     digest = hashlib.sha256(task.id.encode()).digest()
     return replace(
         Ask(store=False, batch=True),
         model=side.model,
-        service_tier=side.service_tier,
+        service_tier=tier,
         seed=int.from_bytes(digest[:4], "big") >> 1,
     )
 

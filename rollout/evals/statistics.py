@@ -69,7 +69,8 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
     p = successes / n
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return Interval(p, max(0.0, centre - half), min(1.0, centre + half))
+    # In exact arithmetic p is inside; of no or only successes rounding can leave it outside by 1e-17.
+    return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
 
 
 def paired_difference(counts: Pairs, confidence: float = 0.95) -> Interval:

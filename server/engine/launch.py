@@ -47,6 +47,10 @@ class Replica:
     engine: EngineConfig
     speculation: dict[str, Any] | None
     home: Path
+    place: int
+    """Position among the deployment's replicas, which divide the cores of this machine."""
+    of: int
+    """How many these are."""
 
     @property
     def socket(self) -> Path:
@@ -94,10 +98,10 @@ def replica(document: dict[str, Any], replica_id: str) -> Replica:
 
     Raises ConfigError when there is no such tier, replica or recipe.
     """
-    tier, _, index = replica_id.rpartition("-")
+    tier = replica_id.rpartition("-")[0]
     tier_configs: dict[str, TierConfig] = tiers(document)
-    if tier not in tier_configs or not index.isdigit() or int(index) >= tier_configs[tier].replicas:
-        known = [f"{name}-{i}" for name, config in tier_configs.items() for i in range(config.replicas)]
+    known = [f"{name}-{i}" for name, config in tier_configs.items() for i in range(config.replicas)]
+    if replica_id not in known:
         raise ConfigError(
             f"--replica {replica_id}: the configuration has {', '.join(known) or 'no replicas'}"
         )
@@ -112,6 +116,8 @@ def replica(document: dict[str, Any], replica_id: str) -> Replica:
         engine=section(document, "engine", EngineConfig),
         speculation=config.speculation,
         home=home(document),
+        place=known.index(replica_id),
+        of=len(known),
     )
     if len(os.fsencode(found.socket)) > _SOCKET_PATH_LIMIT:
         raise ConfigError(
@@ -160,7 +166,7 @@ def launch(replica: Replica, host: Host) -> Launch:
     }
     notes = [f"replica {replica.id}: recipe {recipe.name} on {host.device}"]
     if host.device == "cpu":
-        env |= _cpu_env(replica.engine, host)
+        env |= _cpu_env(replica, host)
         notes += [f"{name} not found: the engine runs slower without it" for name in host.missing]
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -225,15 +231,28 @@ def _capture_args() -> list[str]:
     ]
 
 
-def _cpu_env(engine: EngineConfig, host: Host) -> dict[str, str]:
+def _cpu_env(replica: Replica, host: Host) -> dict[str, str]:
+    threads = replica.engine.threads
     env = {
-        "VLLM_CPU_KVCACHE_SPACE": str(engine.kv_cache_gb),
+        "VLLM_CPU_KVCACHE_SPACE": str(replica.engine.kv_cache_gb),
         # vLLM's own "auto" keeps one core per worker back: on two cores it would compute on one.
-        "VLLM_CPU_OMP_THREADS_BIND": host.cores if engine.threads == "auto" else engine.threads,
+        "VLLM_CPU_OMP_THREADS_BIND": _own_cores(replica, host) if threads == "auto" else threads,
     }
     if host.preload:
         env["LD_PRELOAD"] = ":".join(map(str, host.preload))
     return env
+
+
+def _own_cores(replica: Replica, host: Host) -> str:
+    """The share of `replica`, as ``0,1``; with fewer cores than replicas, one core that others use too.
+
+    The threads of an engine wait for one another in every layer, so two engines on the same cores wait for
+    each other's: on two cores one of them starves.
+    """
+    cores = host.cores.split(",")
+    first = replica.place * len(cores) // replica.of
+    end = (replica.place + 1) * len(cores) // replica.of
+    return ",".join(cores[first : max(end, first + 1)])
 
 
 def _gpu_answers() -> bool:

@@ -24,6 +24,7 @@ from rollout import policies
 from rollout.store import Store
 from rollout.tasks import demonstration, from_id
 
+TIERS = ("standard", "fast")
 METRICS = "ratchet_serving_epoch 1.0\n"
 
 

@@ -20,7 +20,7 @@ from rollout.episodes import Request
 from rollout.records import Placement, PolicyState
 from rollout.store import Store, placements
 from tests.fixtures import rows
-from tests.rollout.scripted import Service
+from tests.rollout.scripted import TIERS, Service
 from tests.rollout.test_promotion import judge
 
 
@@ -148,7 +148,13 @@ def test_the_whole_demonstration(deployed: Store, tmp_path: Path) -> None:
     )
     console = Console(file=(tmp_path / "printed").open("w"), width=160)
     demo = Demo(
-        config=settings, client=api.client(), model="ratchet", drafts=False, home=tmp_path, console=console
+        config=settings,
+        client=api.client(),
+        model="ratchet",
+        tiers=list(TIERS),
+        drafts=False,
+        home=tmp_path,
+        console=console,
     )
 
     async def play() -> None:
@@ -187,7 +193,13 @@ def test_a_demonstration_without_promotions_says_so(deployed: Store, tmp_path: P
     settings = DemoConfig(minutes=0.0, extra_minutes=0.005, settle_minutes=0.0, eval_tasks=10, look_s=0.02)
     console = Console(file=(tmp_path / "printed").open("w"), width=160)
     demo = Demo(
-        config=settings, client=api.client(), model="ratchet", drafts=True, home=tmp_path, console=console
+        config=settings,
+        client=api.client(),
+        model="ratchet",
+        tiers=list(TIERS),
+        drafts=True,
+        home=tmp_path,
+        console=console,
     )
     asyncio.run(demo.run())
     found = report.Report(findings=demo.findings, log=demo.log, view=demo.view, wanted_policies=3)

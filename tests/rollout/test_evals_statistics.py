@@ -33,6 +33,13 @@ def test_wilson_known_values() -> None:
     assert wilson(0, 0) == Interval(0.0, 0.0, 1.0)
 
 
+def test_wilson_holds_the_estimate_it_is_of() -> None:
+    for n in range(1, 400):
+        for successes in (0, 1, n // 2, n - 1, n):
+            interval = wilson(successes, n)
+            assert 0.0 <= interval.low <= interval.estimate <= interval.high <= 1.0
+
+
 def test_pairs_counts() -> None:
     counts = pairs([True, True, False, False], [True, False, True, False])
     assert counts == Pairs(n=4, both=1, a_only=1, b_only=1)

@@ -20,6 +20,7 @@ from rollout.seed import PROJECT
 from rollout.store import completions, evaluations
 from rollout.tasks import generate
 from tests.fixtures.engines import RunningEngine, eventually
+from tests.rollout.scripted import TIERS
 from tests.server.gateways import Deployment, running_gateway
 
 pytestmark = pytest.mark.engine
@@ -109,8 +110,8 @@ def test_an_evaluation_is_reproducible_and_leaves_no_records(deployment: Deploym
 
     async def answers() -> list[list[int]]:
         async with gateway.client(deployment.document, retries=0) as client:
-            side = Side(policy="p000000", model="ratchet@p000000", service_tier="default")
-            runs = [await evaluate(client, sealed(6), [side], 6) for _ in range(2)]
+            side = Side(policy="p000000", model="ratchet@p000000")
+            runs = [await evaluate(client, sealed(6), [side], TIERS, 3) for _ in range(2)]
             return [[result.completion_tokens for result in run["p000000"]] for run in runs]
 
     first, second = asyncio.run(answers())
@@ -123,7 +124,7 @@ def judge_once(deployment: Deployment) -> None:
     async def play() -> None:
         with deployment.store() as store:
             async with gateway.client(deployment.document, retries=1) as client:
-                gate = Gate(store=store, client=client, config=SMALL, model="ratchet")
+                gate = Gate(store=store, client=client, config=SMALL, model="ratchet", tiers=TIERS)
                 await Judge(store=store, client=client, gate=gate).round()
 
     asyncio.run(play())

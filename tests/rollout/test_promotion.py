@@ -20,7 +20,7 @@ from rollout.records import Placement, PolicyState
 from rollout.store import Store, evaluations, placements, tables
 from rollout.tasks.world import World
 from tests.fixtures import rows
-from tests.rollout.scripted import Service
+from tests.rollout.scripted import TIERS, Service
 
 FAST = JudgeConfig(gate_tasks=32, gate_max_tasks=96, lease_s=30.0, poll_s=0.01)
 
@@ -127,9 +127,8 @@ def publish(store: Store, policy_id: str, *held_by: str) -> None:
 
 def judge(store: Store, api: Service, config: JudgeConfig = FAST) -> Judge:
     client = api.client()
-    return Judge(
-        store=store, client=client, gate=Gate(store=store, client=client, config=config, model="ratchet")
-    )
+    gate = Gate(store=store, client=client, config=config, model="ratchet", tiers=TIERS)
+    return Judge(store=store, client=client, gate=gate)
 
 
 def state(store: Store, policy_id: str) -> tuple[PolicyState, str | None]:

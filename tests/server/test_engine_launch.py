@@ -47,9 +47,27 @@ def test_cpu_replica(tmp_path: Path) -> None:
     assert any("libx" in note for note in plan.notes)
 
 
-def test_threads_auto_uses_every_allowed_core(tmp_path: Path) -> None:
-    plan = launch(replica(document(tmp_path, threads="auto"), "standard-0"), CPU)
-    assert plan.env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1,2"
+@pytest.mark.parametrize(
+    ("cores", "shares"),
+    [
+        ("0,1,2", ["0", "1", "2"]),
+        ("4,5,6,7,8,9,10", ["4,5", "6,7", "8,9,10"]),
+        ("0,1", ["0", "0", "1"]),
+        ("3", ["3", "3", "3"]),
+    ],
+)
+def test_threads_auto_divides_the_allowed_cores(tmp_path: Path, cores: str, shares: list[str]) -> None:
+    host = Host(device="cpu", cores=cores, preload=(), missing=())
+    plans = [
+        launch(replica(document(tmp_path, threads="auto"), name), host)
+        for name in ("standard-0", "standard-1", "fast-0")
+    ]
+    assert [plan.env["VLLM_CPU_OMP_THREADS_BIND"] for plan in plans] == shares
+
+
+def test_a_lone_replica_has_every_allowed_core(tmp_path: Path) -> None:
+    alone = document(tmp_path) | {"tiers": {"standard": {"recipe": "float32"}}}
+    assert launch(replica(alone, "standard-0"), CPU).env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1,2"
 
 
 def test_gpu_replica_has_nothing_of_the_cpu(tmp_path: Path) -> None:
