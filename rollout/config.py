@@ -2,7 +2,7 @@
 
 ``load(path, overrides, Section)`` parses one section into a frozen pydantic model. Every file may use
 ``{home}`` in its values: the folder that holds the store, the policies and the sockets (``[home] path``,
-overridden by ``RATCHET_HOME``). Unknown keys are errors.
+overridden by ``RATCHET_HOME``). Unknown tables and keys are errors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,19 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 S = TypeVar("S", bound="Section")
+TABLES = {
+    "artifacts",
+    "demo",
+    "engine",
+    "gateway",
+    "home",
+    "judge",
+    "learner",
+    "model",
+    "store",
+    "tiers",
+    "up",
+}
 
 
 class ConfigError(Exception):
@@ -91,7 +104,8 @@ def home(document: dict[str, Any]) -> Path:
 def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The whole document with ``--set a.b=c`` applied and ``{home}`` filled in.
 
-    Raises ConfigError when the file is missing, is not TOML, or an override is not ``key=value``.
+    Raises ConfigError when the file is missing, is not TOML, has an unknown table, or an override is not
+    ``key=value``.
     """
     try:
         document = tomllib.loads(path.read_text())
@@ -104,6 +118,8 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         if not sep:
             raise ConfigError(f"--set {override}: expected KEY=VALUE")
         _override(document, key, _value(value))
+    if unknown := sorted(document.keys() - TABLES):
+        raise ConfigError(f"{path}: {unknown[0]!r} is not a table; those are {', '.join(sorted(TABLES))}")
     filled: dict[str, Any] = _fill(document, str(home(document)))
     return filled
 

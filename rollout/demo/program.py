@@ -51,13 +51,13 @@ class DemoConfig(config.Section):
     """Most time for deciding what is in the gate when learning ends."""
     policies: int = 3
     """Policies to promote under traffic."""
-    streams: int = 24
+    streams: int = 32
     """Episodes in flight."""
-    slow_streams: int = 2
+    slow_streams: int = 1
     """Episodes in flight while the gate evaluates, or while the learner has enough samples."""
     backlog: int = 64
     """Outcomes that the learner has neither trained on nor dropped: with two batches it has enough."""
-    fast_share: float = 0.3
+    fast_share: float = 0.4
     """Share of the traffic that asks for the fast tier."""
     streamed_share: float = 0.5
     """Share of the traffic that streams; time to first token is measured on it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -170,6 +171,19 @@ def test_a_better_candidate_is_promoted_with_evidence(deployed: Store) -> None:
     assert evaluation.n == 32
     assert all(body["store"] is False for body in api.bodies)
     assert all(headers["x-ratchet-priority"] == "batch" for headers in api.headers)
+    assert passed.evidence["tiers"] == list(TIERS)
+
+
+def test_each_tier_gets_its_share_of_whole_pairs(deployed: Store) -> None:
+    publish(deployed, "p000002")
+    api = service(deployed, 0.8)
+    rounds(deployed, api, 1)
+    asked: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for body in api.bodies:
+        asked[body["metadata"]["task"]].add((body["service_tier"], body["model"]))
+    shares = Counter(tier for sides in asked.values() for tier in {tier for tier, _ in sides})
+    assert shares == {"standard": 16, "fast": 16}
+    assert all(len({model for _, model in sides}) == 2 for sides in asked.values())
 
 
 @pytest.mark.parametrize("skill", [0.4, 0.1])
