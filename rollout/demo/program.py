@@ -8,8 +8,9 @@
 5. the same sealed tasks with the policy that serves then;
 6. a repetitive workload with drafting; tables, picture, evidence.
 
-Two cores do everything, so traffic is paced: it slows down while the gate evaluates (which shortens the
-evaluation more than it costs samples) and while the learner has more samples than it can use.
+Two cores do everything, so traffic comes in bursts: it slows down while the gate evaluates (which shortens
+the evaluation more than it costs samples) and pauses while the learner has samples enough. A trickle instead
+would cost most of a core: an engine reads all its weights for one request as it does for thirty.
 """
 
 from __future__ import annotations
@@ -53,10 +54,13 @@ class DemoConfig(config.Section):
     """Policies to promote under traffic."""
     streams: int = 32
     """Episodes in flight."""
-    slow_streams: int = 1
-    """Episodes in flight while the gate evaluates, or while the learner has enough samples."""
+    slow_streams: int = 4
+    """Episodes in flight while the gate evaluates."""
     backlog: int = 64
-    """Outcomes that the learner has neither trained on nor dropped: with two batches it has enough."""
+    """Outcomes that the learner has neither trained on nor dropped: with two batches it has enough, and
+    traffic pauses,"""
+    resume: int = 32
+    """until so many are left."""
     fast_share: float = 0.4
     """Share of the traffic that asks for the fast tier."""
     streamed_share: float = 0.5
@@ -116,6 +120,8 @@ class Demo:
     log: Log = field(default_factory=Log)
     view: View = field(default_factory=View)
     findings: Findings = field(default_factory=lambda: Findings(started_at=time.time()))
+    paused: bool = False
+    """No traffic until the learner has caught up."""
 
     async def run(self) -> Findings:
         found = self.findings
@@ -221,8 +227,10 @@ class Demo:
         if gated := self.view.in_state(PolicyState.GATE, PolicyState.CANARY):
             return self.config.slow_streams, f"slow while {gated[0]} is evaluated"
         waiting = self.log.reported - (self.view.consumed - self.findings.consumed_before)
-        if waiting >= self.config.backlog:
-            return self.config.slow_streams, f"slow, {waiting} outcomes wait for the learner"
+        enough = self.config.resume + 1 if self.paused else self.config.backlog
+        self.paused = waiting >= enough and not self.view.starving
+        if self.paused:
+            return 0, f"paused, {waiting} outcomes wait for the learner"
         return self.config.streams, f"{self.config.streams} at a time"
 
     async def _settle(self, traffic: Traffic, progress: Progress) -> None:

@@ -38,6 +38,11 @@ class View:
         return int(self.learner.get("trained", 0)) + sum(dropped.values())
 
     @property
+    def starving(self) -> bool:
+        """Whether the learner has too few samples for an update, by its own account."""
+        return str(self.learner.get("state", "")).startswith("waiting for samples")
+
+    @property
     def promoted(self) -> str | None:
         name: str | None = self.tiers.get("promoted")
         return name

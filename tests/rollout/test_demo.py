@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 import os
@@ -208,3 +209,28 @@ def test_a_demonstration_without_promotions_says_so(deployed: Store, tmp_path: P
     printed = (tmp_path / "printed").read_text()
     assert "NO  at least 3 policies were swapped in under traffic (0)" in printed
     assert "nothing to compare" in printed
+
+
+def test_traffic_pauses_while_the_learner_has_samples_enough(tmp_path: Path) -> None:
+    demo = Demo(
+        config=DemoConfig(streams=8, backlog=64, resume=32),
+        client=Service(skills={}, promoted="p000001").client(),
+        model="ratchet",
+        tiers=list(TIERS),
+        drafts=False,
+        home=tmp_path,
+        console=Console(file=io.StringIO()),
+    )
+
+    def pace(reported: int, trained: int, state: str = "update 1") -> int:
+        demo.log.reported = reported
+        demo.view.learner = {"state": state, "trained": trained}
+        return demo._pace()[0]
+
+    assert pace(63, 0) == 8
+    assert pace(64, 0) == 0
+    assert pace(96, 32) == 0
+    assert pace(96, 64) == 8
+    # Outcomes that no sample was made of must not hold the traffic up.
+    assert pace(160, 64) == 0
+    assert pace(160, 64, "waiting for samples: 12 of 32") == 8
