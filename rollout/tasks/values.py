@@ -15,27 +15,37 @@ def _pool(train: str, held_out: str) -> tuple[list[str], list[str]]:
 POOLS: dict[str, tuple[list[str], list[str]]] = {
     # name: (train, held out)
     "city": _pool(
-        "Paris, Tokyo, Lima, Oslo, Cairo, Quito, Delhi, Berlin, Madrid, Accra, Hanoi, Rome, Austin, Perth, "
-        "Prague, Lisbon, Nairobi, Boston, Seoul, Vienna, Athens",
+        "Paris, Tokyo, Lima, Oslo, Cairo, Quito, Delhi, Berlin, Madrid, Accra, Hanoi, Rome, Austin, "
+        "Perth, Prague, Lisbon, Nairobi, Boston, Seoul, Vienna, Athens, Toronto, Porto, Naples, Dakar, "
+        "Riga",
         "Dublin, Warsaw, Havana, Geneva, Denver, Bergen, Milan, Chicago, Sydney, Zurich",
     ),
     "name": _pool(
-        "Anna, Bob, Carla, Dmitri, Eve, Farid, Hugo, Ivan, Jane, Kofi, Lena, Mark, Nora, Omar, Paul, Rosa",
+        "Anna, Bob, Carla, Dmitri, Eve, Farid, Hugo, Ivan, Jane, Kofi, Lena, Mark, Nora, Omar, Paul, "
+        "Rosa, Alice, Ben, Clara, David, Emma, Frank, Helen, Karl",
         "Gita, Tom, Uma, Victor, Wendy, Simon, Olga, Peter",
     ),
     "item": _pool(
-        "lamp, chair, kettle, backpack, keyboard, mug, pillow, drill, tent, clock, blanket, helmet, guitar, "
-        "monitor, ladder, toaster, jacket, radio",
+        "lamp, chair, kettle, backpack, keyboard, mug, pillow, drill, tent, clock, blanket, helmet, "
+        "guitar, monitor, ladder, toaster, jacket, radio, table, phone, wallet, bucket, shovel, heater, "
+        "basket, carpet, violin, scooter",
         "desk, printer, umbrella, bicycle, camera, mirror, hammer, teapot",
     ),
     "event": _pool(
-        "Dentist, Team meeting, Yoga class, Haircut, Lunch, Book club, Piano lesson, Review",
+        "Dentist, Team meeting, Yoga class, Haircut, Lunch, Book club, Piano lesson, Review, Breakfast, "
+        "Concert, Car wash, Training, Dinner, Spanish course, Family visit, Standup",
         "Interview, Doctor, Board meeting, Chess club, Swimming",
     ),
-    "account": _pool("savings, checking, holiday, business", "pension, household, student"),
+    "account": _pool(
+        "savings, checking, holiday, business, family, house, travel, emergency, wedding, shared",
+        "pension, household, student",
+    ),
     "unanswerable": _pool(
         "Play some jazz, Take a photo of me, Print this page, Turn off the lights, Open the garage door, "
-        "Water my plants, Feed the cat, Lock the front door",
+        "Water my plants, Feed the cat, Lock the front door, Read me the news, Walk the dog, Sing a song,"
+        " Paint the kitchen, Iron my shirts, Fix my bike, Wash the car, Bake a cake, Clean the windows, "
+        "Draw a horse, Mow the lawn, Make the bed, Heat up the oven, Turn up the volume, Ring the "
+        "doorbell, Charge my phone",
         "Start the dishwasher, Call a taxi, Vacuum the floor, Close the curtains",
     ),
 }

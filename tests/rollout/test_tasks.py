@@ -22,7 +22,7 @@ from rollout.tasks.world import TOOLS, World
 
 SEEDS = range(1500)
 PROMPT_LIMIT = 300
-PINNED_TRAIN = "Find my order of the toaster, cancel it, then buy 22."
+PINNED_TRAIN = "I ordered the toaster. Cancel that and order 22."
 PINNED_HELD_OUT = "Tell me the price of the printer."
 
 
