@@ -37,6 +37,8 @@ class LearnerConfig(Section):
     publish_every: int = Field(default=3, ge=1)
     """Updates between two candidate policies."""
     learning_rate: float = 3e-4
+    warmup_updates: int = Field(default=8, ge=1)
+    """Updates in which the learning rate rises to its value."""
     max_grad_norm: float = 1.0
     tokens_per_micro_batch: int = Field(default=1024, ge=1)
     """Positions computed at once, padding included; bounds memory."""

@@ -39,13 +39,17 @@ class Settings:
 
     learning_rate: float
     max_grad_norm: float
+    warmup: int = 1
+    """Steps in which the learning rate rises to `learning_rate`."""
     zero_stage: int = 0
     device: str = "cpu"
     threads: int | None = None
 
 
 class RescaledAdamW(torch.optim.AdamW):
-    """AdamW whose gradients are multiplied by `scale` first.
+    """AdamW whose gradients are multiplied by `scale` first, and whose learning rate rises in `warmup` steps.
+
+    Without moments of its own yet, Adam moves every weight by the whole learning rate, noise or not.
 
     The number of tokens that count is known only when the last micro-batch has been computed, so gradients
     are summed with a provisional denominator and corrected here, wherever ZeRO has put them by then.
@@ -56,6 +60,12 @@ class RescaledAdamW(torch.optim.AdamW):
     """Clips first, as ZeRO does from stage 1 on; without ZeRO gradients are whole here."""
     norm: float | None = None
     """Of the gradients before clipping."""
+    warmup = 1
+
+    @property
+    def age(self) -> int:
+        """Steps made, those before a checkpoint included."""
+        return max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -64,6 +74,8 @@ class RescaledAdamW(torch.optim.AdamW):
         if self.scale != 1.0:
             for parameter in parameters:
                 parameter.grad.mul_(self.scale)
+        for group in self.param_groups:
+            group["lr"] = self.defaults["lr"] * min(1.0, (self.age + 1) / self.warmup)
         loss: float | None = super().step(closure)
         return loss
 
@@ -84,6 +96,7 @@ class Engine:
         self._optimizer = RescaledAdamW(
             list(model.trainable().values()), lr=settings.learning_rate, weight_decay=0.0
         )
+        self._optimizer.warmup = settings.warmup
         if self.stage == 0:
             self._optimizer.max_norm = settings.max_grad_norm
         self._engine, *_ = self._deepspeed.initialize(

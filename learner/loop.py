@@ -300,6 +300,7 @@ def _recipe(settings: LearnerConfig) -> dict[str, Any]:
     names = (
         "batch_size",
         "learning_rate",
+        "warmup_updates",
         "negative_weight",
         "ratio_cap",
         "ratio_floor",

@@ -34,6 +34,7 @@ def open_session(
     *,
     seed: int,
     learning_rate: float | None = None,
+    warmup: int | None = None,
     initial: Path | None = None,
 ) -> Session:
     """Loads the model and starts the engine.
@@ -54,6 +55,7 @@ def open_session(
         model,
         Settings(
             learning_rate=learning_rate or settings.learning_rate,
+            warmup=warmup or settings.warmup_updates,
             max_grad_norm=settings.max_grad_norm,
             zero_stage=settings.zero_stage,
             device=device,

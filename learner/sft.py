@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 def train(document: dict[str, Any], plan: Plan) -> None:
     """The whole run: model, steps, policy folders."""
-    session = open_session(document, seed=plan.seed, learning_rate=plan.learning_rate)
+    session = open_session(document, seed=plan.seed, learning_rate=plan.learning_rate, warmup=1)
     renderer = PromptRenderer(session.path)
     started = time.monotonic()
     for step, conversations in enumerate(_batches(plan), start=1):
