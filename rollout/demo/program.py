@@ -10,7 +10,7 @@
 
 Two cores do everything, so traffic comes in bursts: it slows down while the gate evaluates (which shortens
 the evaluation more than it costs samples) and pauses while the learner has samples enough. A trickle instead
-would cost most of a core: an engine reads all its weights for one request as it does for sixty.
+would cost most of a core: an engine reads all its weights for one request as it does for thirty.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DemoConfig(config.Section):
     """Most time for deciding what is in the gate when learning ends."""
     policies: int = 3
     """Policies to promote under traffic."""
-    streams: int = 64
+    streams: int = 32
     """Episodes in flight."""
     slow_streams: int = 4
     """Episodes in flight while the gate evaluates."""
@@ -66,7 +66,7 @@ class DemoConfig(config.Section):
     streamed_share: float = 0.5
     """Share of the traffic that streams; time to first token is measured on it."""
     eval_tasks: int = suites.SEALED_SIZE
-    eval_concurrency: int = 64
+    eval_concurrency: int = 32
     """Episodes of the sealed tasks in flight on each tier; every tier gets its share of them."""
     seed: int = 0
     """First seed of the training tasks."""

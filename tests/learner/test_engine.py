@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from learner.engine import RescaledAdamW
 
 STEPS = 2
 
@@ -51,3 +54,22 @@ def test_two_processes_equal_one(
     assert two["weights"].keys() == one["weights"].keys()
     for name, total in one["weights"].items():
         assert two["weights"][name] == pytest.approx(total, rel=1e-5), name
+
+
+def test_the_learning_rate_rises_and_goes_on_where_a_checkpoint_left_it() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = RescaledAdamW([weight], lr=0.4, weight_decay=0.0)
+    optimizer.warmup = 4
+
+    def moved(by: RescaledAdamW) -> float:
+        before = float(weight.detach())
+        weight.grad = torch.ones(1)
+        by.step()
+        return before - float(weight.detach())
+
+    # Adam moves by the whole rate while all gradients are alike.
+    assert [moved(optimizer) for _ in range(3)] == pytest.approx([0.1, 0.2, 0.3], rel=1e-5)
+    resumed = RescaledAdamW([weight], lr=0.4, weight_decay=0.0)
+    resumed.warmup = 4
+    resumed.load_state_dict(optimizer.state_dict())
+    assert [moved(resumed) for _ in range(3)] == pytest.approx([0.4, 0.4, 0.4], rel=1e-5)

@@ -114,6 +114,20 @@ def transformers_logprobs(model: Path, adapter: Path | None, ids: list[int]) -> 
     return [float(logits[i, token]) for i, token in enumerate(ids[1:])]
 
 
+def test_a_seed_holds_however_a_prompt_is_cut(engine_standard: RunningEngine) -> None:
+    bodies = [
+        request(f"{number}: " + "word " * 300, temperature=1, seed=number, max_tokens=8)
+        for number in range(4)
+    ]
+
+    async def test(engine: Engine) -> None:
+        together = await asyncio.gather(*(engine.chat(body) for body in bodies))
+        alone = [await engine.chat(body) for body in bodies]
+        assert [a.choices[0].token_ids for a in together] == [b.choices[0].token_ids for b in alone]
+
+    run(engine_standard, test)
+
+
 def test_base_and_adapters_agree_with_transformers(
     engine_standard: RunningEngine, tiny_moe: Path, tiny_adapters: dict[str, Path]
 ) -> None:

@@ -26,8 +26,9 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker import lora_model_runner_mixin
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from server.engine.worker import drafting
+from server.engine.worker import drafting, seeds
 
 VLLM = "0.32."
 """Versions of vLLM that the repairs were written against and tested with."""
@@ -178,6 +179,8 @@ def install() -> None:
         _replace(module, "select_unquantized_moe_backend", select, select_without_adapters)
     expand = rejection_sampler.expand_batch_to_tokens
     _replace(rejection_sampler, "expand_batch_to_tokens", expand, drafting.expand_batch_to_tokens)
+    GPUModelRunner._sample = seeds.sample(GPUModelRunner._sample)
+    GPUModelRunner._bookkeeping_sync = seeds.bookkeeping(GPUModelRunner._bookkeeping_sync)
 
 
 def _replace(module: Any, name: str, expected: Any, replacement: Any) -> None:
