@@ -74,8 +74,9 @@ class RescaledAdamW(torch.optim.AdamW):
         if self.scale != 1.0:
             for parameter in parameters:
                 parameter.grad.mul_(self.scale)
+        rate = self.defaults["lr"] * min(1.0, (self.age + 1) / self.warmup)
         for group in self.param_groups:
-            group["lr"] = self.defaults["lr"] * min(1.0, (self.age + 1) / self.warmup)
+            group["lr"] = rate
         loss: float | None = super().step(closure)
         return loss
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import unquote
@@ -45,7 +46,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     return app
 
 
-class HttpMiddleware:
+class HttpMiddleware(ABC):
     """What sees HTTP requests; everything else goes straight on."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -55,8 +56,9 @@ class HttpMiddleware:
         handle = self._http if scope["type"] == "http" else self._app
         await handle(scope, receive, send)
 
+    @abstractmethod
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
+        """One request."""
 
 
 class RequestIds(HttpMiddleware):

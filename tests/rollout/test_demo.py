@@ -142,21 +142,27 @@ def deployed(sqlite_store: Store) -> Store:
     return sqlite_store
 
 
+def demonstration(
+    settings: DemoConfig, api: Service, home: Path, console: Console, *, drafts: bool = False
+) -> Demo:
+    return Demo(
+        config=settings,
+        client=api.client(),
+        model="ratchet",
+        tiers=list(TIERS),
+        drafts=drafts,
+        home=home,
+        console=console,
+    )
+
+
 def test_the_whole_demonstration(deployed: Store, tmp_path: Path) -> None:
     api = Service(skills={"p000001": 0.4}, promoted="p000001", store=deployed)
     settings = DemoConfig(
         minutes=0.02, extra_minutes=2.0, settle_minutes=0.2, streams=8, eval_tasks=60, look_s=0.02
     )
     console = Console(file=(tmp_path / "printed").open("w"), width=160)
-    demo = Demo(
-        config=settings,
-        client=api.client(),
-        model="ratchet",
-        tiers=list(TIERS),
-        drafts=False,
-        home=tmp_path,
-        console=console,
-    )
+    demo = demonstration(settings, api, tmp_path, console)
 
     async def play() -> None:
         gate = judge(deployed, api)
@@ -193,15 +199,7 @@ def test_a_demonstration_without_promotions_says_so(deployed: Store, tmp_path: P
     api = Service(skills={"p000001": 0.4}, promoted="p000001", store=deployed)
     settings = DemoConfig(minutes=0.0, extra_minutes=0.005, settle_minutes=0.0, eval_tasks=10, look_s=0.02)
     console = Console(file=(tmp_path / "printed").open("w"), width=160)
-    demo = Demo(
-        config=settings,
-        client=api.client(),
-        model="ratchet",
-        tiers=list(TIERS),
-        drafts=True,
-        home=tmp_path,
-        console=console,
-    )
+    demo = demonstration(settings, api, tmp_path, console, drafts=True)
     asyncio.run(demo.run())
     found = report.Report(findings=demo.findings, log=demo.log, view=demo.view, wanted_policies=3)
     assert report.write(found, tmp_path / "out", console) is False
@@ -212,15 +210,9 @@ def test_a_demonstration_without_promotions_says_so(deployed: Store, tmp_path: P
 
 
 def test_traffic_pauses_while_the_learner_has_samples_enough(tmp_path: Path) -> None:
-    demo = Demo(
-        config=DemoConfig(streams=8, backlog=64, resume=32),
-        client=Service(skills={}, promoted="p000001").client(),
-        model="ratchet",
-        tiers=list(TIERS),
-        drafts=False,
-        home=tmp_path,
-        console=Console(file=io.StringIO()),
-    )
+    settings = DemoConfig(streams=8, backlog=64, resume=32)
+    api = Service(skills={}, promoted="p000001")
+    demo = demonstration(settings, api, tmp_path, Console(file=io.StringIO()))
 
     def pace(reported: int, trained: int, state: str = "update 1") -> int:
         demo.log.reported = reported
