@@ -239,7 +239,9 @@ def test_a_caller_who_leaves_ends_the_work(
 
     eventually(lambda: asyncio.run(running()) == 0, 5, "the engine stopped working for it")
     if stream:  # of an answer that was never begun there is nothing to record
-        found = deployment.call("GET", f"/v1/rl/trajectories/{name}").json()["completions"][0]
+        path = f"/v1/rl/trajectories/{name}"
+        eventually(lambda: deployment.call("GET", path).status_code == 200, 5, "its record is committed")
+        found = deployment.call("GET", path).json()["completions"][0]
         assert found["status"] == "cancelled"
         assert found["trainable"] is False
         assert 0 < found["usage"]["completion_tokens"] < 900
