@@ -53,7 +53,7 @@ class Plan:
 
 def main(argv: list[str]) -> int:
     parser = config.arguments("Learn from demonstrations; write an adapter policy.")
-    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -2,7 +2,7 @@
 
 ``generate(seed, split)`` gives the same task on every machine for ever. Invariant: no task of the
 ``held_out`` split can also come out of ``train``: every argument value comes from a pool that belongs to
-one split alone (numbers by their residue), and some wordings are used in ``held_out`` only.
+one split alone (numbers by their residue). The splits share their wordings.
 """
 
 from __future__ import annotations

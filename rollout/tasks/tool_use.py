@@ -54,7 +54,7 @@ FAMILIES: dict[str, Family] = {
     "order": _family(families.order, "orders", weight=1.5),
     "cancel": _family(families.cancel, "orders"),
     "event": _family(families.event, "calendar", weight=1.5),
-    "event_worked": _family(families.event_worked, "calendar"),
+    "event_worked": _family(families.event_worked, "calendar", weight=0.5),
     "transfer": _family(families.transfer, "bank", weight=1.5),
     # two or three turns
     "price_convert": _family(families.price_convert, "prices", weight=2.0),
@@ -62,7 +62,7 @@ FAMILIES: dict[str, Family] = {
     "balance_answer": _family(families.balance_answer, "bank", weight=2.5),
     "reorder": _family(families.reorder, "orders"),
     # no call
-    "unanswerable": _family(families.unanswerable, *TOOLSETS, weight=2.0),
+    "unanswerable": _family(families.unanswerable, *TOOLSETS),
     "recall": _family(families.recall, *TOOLSETS, weight=1.5),
 }
 
