@@ -22,8 +22,8 @@ from rollout.tasks.world import TOOLS, World
 
 SEEDS = range(1500)
 PROMPT_LIMIT = 300
-PINNED_TRAIN = "I ordered the toaster. Cancel that and order 22."
-PINNED_HELD_OUT = "Tell me the price of the printer."
+PINNED_TRAIN = "Tell me the balance of emergency."
+PINNED_HELD_OUT = "What does a printer cost?"
 
 
 @pytest.fixture(scope="module")
