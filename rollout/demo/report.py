@@ -177,7 +177,7 @@ def _memory(evidence: dict[str, Any]) -> Table:
 
 def _lines(evidence: dict[str, Any]) -> list[str]:
     phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in evidence["phases_s"].items())
-    lines = [f"first answer after {evidence['first_answer_s']:.1f} s; {phases}"]
+    lines = [f"first answer {evidence['first_answer_s']:.1f} s after the service was found; {phases}"]
     for policy, sealed in evidence["sealed"].items():
         lines.append(f"sealed tasks, {policy}: success {_percent(sealed['success'])}")
     if comparison := evidence["comparison"]:
