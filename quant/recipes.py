@@ -16,6 +16,22 @@ Device = Literal["cpu", "gpu", "any"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How far a recipe may be from full precision (`python -m quant accept`)."""
+
+    kl: float = 0.01
+    """Mean KL in nats a token."""
+    top1: float = 0.98
+    """Least share of positions with the same likeliest token."""
+    perplexity: float = 0.01
+    """Largest relative rise of perplexity."""
+    score: float = 0.02
+    """Largest loss of task success that the 95 % interval may include."""
+    validity: float = 0.02
+    """The same of the share of answers whose tool calls are well formed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """One way of running the model; `name` is what ``[tiers.NAME] recipe`` says in the TOML."""
 
@@ -27,6 +43,12 @@ class Recipe:
     """Added to the engine's environment."""
     description: str
     measured: bool
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it approximates the model's weights, and so has an acceptance test to pass."""
+        return "--quantization" in self.engine_args
 
 
 _ALL = (
@@ -50,6 +72,7 @@ _ALL = (
         engine_args=("--dtype", "float32", "--quantization", "cpu_int8", "--enforce-eager"),
         description="weights int8 in groups of 32, activations 16 bits per token, one native call a layer",
         measured=True,
+        limits=Limits(kl=0.002, top1=0.985),
     ),
     Recipe(
         name="gpu-fp8",

@@ -12,9 +12,9 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 S = TypeVar("S", bound="Section")
 TABLES = {
@@ -73,6 +73,8 @@ class TierConfig(Section):
     replicas: int = 1
     speculation: dict[str, Any] | None = None
     """Passed to vLLM as ``--speculative-config``."""
+    drafts: Literal["auto", "all", "none"] = "auto"
+    """Which drafted tokens are verified: those worth their time, as measured; all; none."""
 
 
 class EngineConfig(Section):
@@ -88,6 +90,9 @@ class EngineConfig(Section):
     target_modules: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj"]
     """Modules an adapter may touch: what every tier can serve."""
     block_size: int | None = 32
+    prefill_chunk: int = Field(default=64, ge=0)
+    """Tokens of one prompt that a step computes at most, so that the requests in that step get their next
+    token soon: a longer prompt takes several steps. 0 leaves it to vLLM."""
     kv_cache_gb: int = 1
     threads: str = "auto"
     """CPU cores that the threads of every engine are bound to, such as "0-3"; "auto" divides those of the
@@ -144,9 +149,9 @@ def tiers(document: dict[str, Any]) -> dict[str, TierConfig]:
     return {name: section(document, f"tiers.{name}", TierConfig) for name in document.get("tiers", {})}
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
+def arguments(description: str, *, add_help: bool = True) -> argparse.ArgumentParser:
     """The parser every process starts from: ``--config FILE`` and ``--set KEY=VALUE``."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description=description, add_help=add_help)
     parser.add_argument(
         "--config", type=Path, default=Path("deploy/local.toml"), help="the deployment's TOML"
     )

@@ -16,6 +16,7 @@ def main() -> int:
     try:
         replica = launch.replica(read(args.config, args.overrides), args.replica)
         plan = launch.launch(replica, launch.detect(replica.engine))
+        plan.notes.extend(launch.check_accepted(replica))
         with Supervisor(replica.id, replica.tier, plan) as supervisor:
             supervisor.run()
     except (ConfigError, Busy) as error:

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quant import acceptance
 from quant.recipes import RECIPES, Recipe
+from rollout import artifacts
 from rollout.config import ConfigError, EngineConfig, ModelConfig, TierConfig, home, section, tiers
 
 BASE_MODEL = "base"
@@ -32,6 +34,8 @@ KEEP_ALIVE_SECONDS = 60
 """How long vLLM keeps an idle connection. The client gives it up earlier: a request sent on a connection
 that is being closed would look like a dead engine."""
 WORKER_EXTENSION = "server.engine.worker.extension.RatchetWorker"
+DRAFTS = "ratchet_drafts"
+"""Key of vLLM's ``--additional-config``: which drafted tokens are verified ("auto", "all", "none")."""
 _SOCKET_PATH_LIMIT = 107
 """Bytes of a Unix socket's path (sun_path without its terminator)."""
 
@@ -46,6 +50,7 @@ class Replica:
     model: ModelConfig
     engine: EngineConfig
     speculation: dict[str, Any] | None
+    drafts: str
     home: Path
     place: int
     """Position among the deployment's replicas, which divide the cores of this machine."""
@@ -115,6 +120,7 @@ def replica(document: dict[str, Any], replica_id: str) -> Replica:
         model=section(document, "model", ModelConfig),
         engine=section(document, "engine", EngineConfig),
         speculation=config.speculation,
+        drafts=config.drafts,
         home=home(document),
         place=known.index(replica_id),
         of=len(known),
@@ -124,6 +130,28 @@ def replica(document: dict[str, Any], replica_id: str) -> Replica:
             f"home.path: {found.socket} is longer than {_SOCKET_PATH_LIMIT} bytes, a socket's limit"
         )
     return found
+
+
+def check_accepted(replica: Replica) -> list[str]:
+    """What the operator should know of the recipe's acceptance test.
+
+    Raises ConfigError when the recipe failed it on this very model.
+    """
+    if not replica.recipe.quantized:
+        return []
+    again = f"python -m quant accept --tier {replica.tier}"
+    try:
+        finding = acceptance.read(replica.home, replica.recipe.name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if finding is None or finding.base != artifacts.base_id(replica.model.path):
+        return [f"recipe {replica.recipe.name} was not tested on this model: {again}"]
+    if finding.failures:
+        raise ConfigError(
+            f"tiers.{replica.tier}.recipe: {replica.recipe.name!r} failed its acceptance test: "
+            f"{'; '.join(finding.failures)}. Choose another recipe, or test it again: {again}"
+        )
+    return []
 
 
 def detect(engine: EngineConfig) -> Host:
@@ -179,7 +207,7 @@ def launch(replica: Replica, host: Host) -> Launch:
             else []
         ),
         *recipe.engine_args,
-        *(["--speculative-config", json.dumps(replica.speculation)] if replica.speculation else []),
+        *_drafting_args(replica),
         *replica.engine.extra_args,
     ]
     return Launch(
@@ -198,6 +226,7 @@ def _model_args(replica: Replica) -> list[str]:
         *("--model", replica.model.path, "--served-model-name", BASE_MODEL),
         *("--uds", str(replica.socket)),
         *("--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(engine.max_num_seqs)),
+        *(["--long-prefill-token-threshold", str(engine.prefill_chunk)] if engine.prefill_chunk else []),
         # On a CPU vLLM's own default is 128: prompts of a few hundred tokens would hardly ever hit.
         *(["--block-size", str(engine.block_size)] if engine.block_size else []),
         *(["--dtype", engine.dtype] if "--dtype" not in replica.recipe.engine_args else []),
@@ -218,6 +247,15 @@ def _adapter_args(engine: EngineConfig) -> list[str]:
         *("--max-lora-rank", str(engine.max_lora_rank)),
         *("--lora-target-modules", *engine.target_modules),
         *("--worker-extension-cls", WORKER_EXTENSION),
+    ]
+
+
+def _drafting_args(replica: Replica) -> list[str]:
+    if not replica.speculation:
+        return []
+    return [
+        *("--speculative-config", json.dumps(replica.speculation)),
+        *("--additional-config", json.dumps({DRAFTS: replica.drafts})),
     ]
 
 

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -26,14 +25,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from quant.teacher import chat_prompts
 from rollout import artifacts
 from rollout.config import EngineConfig, ModelConfig, arguments, read, section
 from server.engine.client import Engine
 from tests.fixtures.engines import RunningEngine
 
 START_SECONDS = 600.0
-SUBJECTS = ("rivers", "sorting", "the moon", "a shop", "music", "chess", "bread", "Rome", "ants", "elections")
-OPENINGS = ("Explain", "Write a story about", "List facts about", "Write Python code for", "Give advice on")
 
 
 class BenchError(Exception):
@@ -177,20 +175,6 @@ def write_random_adapter(folder: Path, model: Path, engine: EngineConfig) -> Non
     (folder / "adapter_config.json").write_text(json.dumps(peft))
 
 
-def prompts(count: int, seed: int) -> list[list[dict[str, Any]]]:
-    """`count` short conversations, different from each other."""
-    chooser = random.Random(seed)
-    return [
-        [
-            {
-                "role": "user",
-                "content": f"{chooser.choice(OPENINGS)} {chooser.choice(SUBJECTS)} ({seed}.{number}).",
-            }
-        ]
-        for number in range(count)
-    ]
-
-
 async def tokens_per_second(engine: Engine, model: str, requests: int, tokens: int, seed: int) -> float:
     """Generated tokens a second with `requests` at once, each of exactly `tokens`, at temperature 1."""
 
@@ -200,7 +184,7 @@ async def tokens_per_second(engine: Engine, model: str, requests: int, tokens: i
         return sum(len(choice.token_ids) for choice in answer.choices)
 
     started = time.monotonic()
-    made = await asyncio.gather(*(one(messages) for messages in prompts(requests, seed)))
+    made = await asyncio.gather(*(one(messages) for messages in chat_prompts(requests, seed)))
     return sum(made) / (time.monotonic() - started)
 
 

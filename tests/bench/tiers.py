@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import statistics
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
+import openai
 
+from quant import serving
+from quant.divergence import Divergence, compare
+from quant.teacher import distributions, sample, sampled_tokens
 from server.engine.client import Engine
 from server.engine.launch import BASE_MODEL
 from tests.bench import harness
@@ -34,16 +35,6 @@ from tests.fixtures.engines import RunningEngine
 POLICY = "bench"
 LOADS = (1, 8, 32)
 ADAPTER_LOAD = 8
-TOP = 64
-ANSWER_TOKENS = 100
-MIN_REST = 1e-9
-"""Smallest probability of the remainder: below it, rounding of the 64 log-probs decides its sign."""
-
-Distribution = Mapping[int, float]
-"""Log-probs in nats of the likeliest tokens of one position."""
-
-Positions = list[tuple[Distribution, Distribution]]
-"""Standard's and fast's distribution of each sampled position."""
 
 
 @dataclass(slots=True)
@@ -51,69 +42,10 @@ class Tier:
     """A running tier as this bench uses it."""
 
     engine: Engine
-    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+    """The same engine as vLLM has it, for what only it answers."""
     speeds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     """Tokens a second of each round, by model name and number of requests."""
-
-
-def divergence(standard: Distribution, fast: Distribution) -> float:
-    """KL(standard || fast) in nats over shared tokens and the remainder; a lower bound of the full one."""
-    shared = standard.keys() & fast.keys()
-    total = sum(math.exp(standard[token]) * (standard[token] - fast[token]) for token in shared)
-    rest = max(1 - sum(math.exp(standard[token]) for token in shared), MIN_REST)
-    rest_fast = max(1 - sum(math.exp(fast[token]) for token in shared), MIN_REST)
-    return total + rest * math.log(rest / rest_fast)
-
-
-def mean_divergence(positions: Positions) -> float:
-    return statistics.fmean(divergence(standard, fast) for standard, fast in positions)
-
-
-def agreement(positions: Positions) -> float:
-    """Share of positions whose likeliest token is the same in both tiers."""
-    return statistics.fmean(likeliest(standard) == likeliest(fast) for standard, fast in positions)
-
-
-def likeliest(distribution: Distribution) -> int:
-    return max(distribution, key=lambda token: distribution[token])
-
-
-async def sample(engine: Engine, tokens: int) -> list[tuple[int, list[int]]]:
-    """Answers of at least `tokens` in all, sampled at temperature 1: (prompt length, prompt and answer)."""
-    made: list[tuple[int, list[int]]] = []
-    seed = 1000
-    while sum(len(ids) - start for start, ids in made) < tokens:
-        bodies = [
-            {
-                "model": POLICY,
-                "messages": messages,
-                "max_tokens": ANSWER_TOKENS,
-                "temperature": 1.0,
-                "seed": seed,
-            }
-            for messages in harness.prompts(32, seed)
-        ]
-        for answer in await asyncio.gather(*(engine.chat(body) for body in bodies)):
-            prompt = answer.prompt_token_ids
-            made.append((len(prompt), prompt + answer.choices[0].token_ids))
-        seed += 1
-    return made
-
-
-async def distributions(http: httpx.AsyncClient, samples: list[tuple[int, list[int]]]) -> list[Distribution]:
-    """The tier's top of every sampled position, in the order of the samples."""
-    slots = asyncio.Semaphore(8)
-
-    async def one(start: int, ids: list[int]) -> list[Distribution]:
-        body = {"model": POLICY, "prompt": ids, "max_tokens": 1, "prompt_logprobs": TOP}
-        async with slots:
-            response = await http.post("/v1/completions", json=body)
-        response.raise_for_status()
-        entries = response.json()["choices"][0]["prompt_logprobs"][start:]
-        return [{int(token): entry["logprob"] for token, entry in position.items()} for position in entries]
-
-    answers = await asyncio.gather(*(one(start, ids) for start, ids in samples))
-    return [position for answer in answers for position in answer]
 
 
 async def measure_speed(tiers: dict[str, Tier], rounds: int, tokens: int) -> None:
@@ -139,28 +71,27 @@ def paired(numerator: list[float], denominator: list[float]) -> float:
 
 async def measure(
     running: dict[str, RunningEngine], policy: Path, args: argparse.Namespace
-) -> tuple[dict[str, Tier], Positions]:
+) -> tuple[dict[str, Tier], Divergence]:
     """Speeds and distributions of both tiers, under the adapter in folder `policy`."""
     tiers: dict[str, Tier] = {}
     for name in ("standard", "fast"):
         engine = running[f"{name}-0"]
-        transport = httpx.AsyncHTTPTransport(uds=str(engine.socket))
-        http = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600)
-        tiers[name] = Tier(engine.client(), http)
+        tiers[name] = Tier(engine.client(), serving.client(engine.socket))
         await tiers[name].engine.load_adapter(POLICY, policy)
-    harness.say(f"quality: sampling {args.tokens} tokens on standard")
-    samples = await sample(tiers["standard"].engine, args.tokens)
-    standard, fast = [await distributions(tier.http, samples) for tier in tiers.values()]
-    positions = list(zip(standard, fast, strict=True))
-    harness.say(f"quality: KL {mean_divergence(positions):.5f}, top-1 agreement {agreement(positions):.4f}")
+    samples = await sample(tiers["standard"].client, POLICY, args.tokens, harness.say)
+    standard, fast = [
+        await distributions(tier.client, POLICY, samples, harness.say) for tier in tiers.values()
+    ]
+    found = compare(standard, fast, sampled_tokens(samples))
+    harness.say(f"quality: KL {found.kl:.5f}, top-1 agreement {found.top1:.4f}")
     await measure_speed(tiers, args.rounds, args.answer_tokens)
     for tier in tiers.values():
         await tier.engine.close()
-        await tier.http.aclose()
-    return tiers, positions
+        await tier.client.close()
+    return tiers, found
 
 
-def show(tiers: dict[str, Tier], positions: Positions) -> None:
+def show(tiers: dict[str, Tier], found: Divergence) -> None:
     standard_speeds, fast_speeds = tiers["standard"].speeds, tiers["fast"].speeds
     rows, gains = [], {}
     for load in LOADS:
@@ -173,12 +104,14 @@ def show(tiers: dict[str, Tier], positions: Positions) -> None:
         for speed in (standard_speeds, fast_speeds)
     ]
     rows.append([f"adapter over none, {ADAPTER_LOAD} requests", *(f"{ratio:.2f}" for ratio in adapter), ""])
-    divergences = sorted(divergence(standard, fast) for standard, fast in positions)
-    kl, top1 = statistics.fmean(divergences), agreement(positions)
-    rows.append([f"KL per token, {len(positions)} tokens", "", f"{kl:.5f}", ""])
-    rows.append(["KL, 99th percentile", "", f"{divergences[int(0.99 * len(divergences))]:.5f}", ""])
-    rows.append(["top-1 agreement", "", f"{100 * top1:.2f} %", ""])
-    result: dict[str, Any] = {"fast_over_standard": gains, "kl": round(kl, 6), "top1": round(top1, 4)}
+    rows.append([f"KL per token, {found.positions} tokens", "", f"{found.kl:.5f}", ""])
+    rows.append(["KL, 99th percentile", "", f"{found.kl_99:.5f}", ""])
+    rows.append(["top-1 agreement", "", f"{100 * found.top1:.2f} %", ""])
+    result: dict[str, Any] = {
+        "fast_over_standard": gains,
+        "kl": round(found.kl, 6),
+        "top1": round(found.top1, 4),
+    }
     result["adapter_over_base"] = round(min(adapter), 3)
     harness.report("Tiers", rows, ["", "standard", "fast", "gain"], result)
 
@@ -192,11 +125,11 @@ def main() -> int:
     try:
         chosen = harness.setting(args)
         with harness.adapter(chosen) as policy, harness.engines(chosen, ["standard-0", "fast-0"]) as running:
-            tiers, positions = asyncio.run(measure(running, policy, args))
+            tiers, found = asyncio.run(measure(running, policy, args))
     except harness.BenchError as error:
         print(error, file=sys.stderr)
         return 1
-    show(tiers, positions)
+    show(tiers, found)
     return 0
 
 

@@ -43,6 +43,7 @@ def test_import_contracts_hold() -> None:
         "rollout.demo",
         "clients.cli",
         "quant.recipes",
+        "quant.acceptance",
     ],
 )
 def test_light_processes_import_nothing_heavy(module: str) -> None:
@@ -58,7 +59,7 @@ def test_our_packages_are_the_ones_that_are_imported() -> None:
     assert files == [str(ROOT / name / "__init__.py") for name in PACKAGES]
 
 
-def test_of_quant_the_server_imports_only_the_recipes() -> None:
+def test_of_quant_the_server_imports_only_the_recipes_and_their_acceptance() -> None:
     imported = set()
     for path in (ROOT / "server").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -67,7 +68,7 @@ def test_of_quant_the_server_imports_only_the_recipes() -> None:
                 imported |= {".".join(name.split(".")[:2]) for name in names}
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names if alias.name.split(".")[0] == "quant"}
-    assert imported <= {"quant.recipes"}
+    assert imported <= {"quant.recipes", "quant.acceptance"}
 
 
 def test_main_modules_are_short() -> None:

@@ -11,6 +11,7 @@ import pytest
 from fastapi.routing import APIRoute
 from starlette.routing import Route
 
+import quant.__main__
 from clients.cli import parser
 from server.app import create_app
 from server.gateway import Gateway
@@ -42,6 +43,8 @@ def test_commands_exist() -> None:
     for command in map(shlex.split, lines):
         if command[0] == "bash":
             assert (tree.ROOT / command[1]).exists()
+        elif command[:3] == [".venv/bin/python", "-m", "quant"]:
+            quant.__main__.parser().parse_args(command[3:])
         else:
             assert command[0] == ".venv/bin/ratchet"
             parser().parse_args(command[1:])
