@@ -29,7 +29,7 @@ from server.engine.errors import EngineRejected, EngineUnavailable
 from server.metrics import Metrics
 from server.schemas import ChatRequest
 from server.sessions import Session
-from server.tiers import AUTO, Fleet, Replica, engine_model
+from server.tiers import AUTO, Fleet, Named, Replica, engine_model
 from server.turns import Turn, Turns
 from server.warm import Prefixes
 from server.writer import Writer, turn_of
@@ -202,7 +202,7 @@ class Exchanges:
         named = self.fleet.named(request.model, request.service_tier, caller.project.default_tier)
         keep = capture.wanted(caller.project, request.store)
         turn = await self.turns.of(caller.project.id, request, headers, keep)
-        policy_id, replica = self._place(named.tier, named.policy, turn.session, now)
+        policy_id, replica = self._place(named, request.params(), turn.session, now)
         turn.session.on_replica(replica.tier, replica.id)
         if named.policy is None:
             turn.session.answered(policy_id, now)
@@ -268,9 +268,13 @@ class Exchanges:
         elif completion.joint is Joint.JOINED:
             self.metrics.joined.inc()
 
-    def _place(self, tier: str, pinned: str | None, session: Session, now: float) -> tuple[str, Replica]:
+    def _place(
+        self, named: Named, params: dict[str, Any], session: Session, now: float
+    ) -> tuple[str, Replica]:
         """The policy and the replica; both are of this very moment, so nothing is awaited in here."""
+        tier, pinned = named.tier, named.policy
         replicas = self.fleet.replicas if tier == AUTO else self.fleet.of(tier)
+        replicas = routing.without_drafts(tier, replicas, params)
         held = session.held(now, self.config.policy_hold_s)
         promoted = self.fleet.serving.promoted
         if not self.fleet.has_served(held):

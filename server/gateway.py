@@ -149,6 +149,7 @@ def _fleet(document: dict[str, Any], model: config.ModelConfig) -> Fleet:
                     engine=Engine(replica.socket),
                     state_file=replica.state_file,
                     full_precision=tier.recipe in FULL_PRECISION,
+                    drafts=bool(tier.speculation),
                 )
             )
     return Fleet(model=model.name, tiers=list(tiers), replicas=replicas)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollout.records import PRIORITY_HEADER
 from server import errors
 from server.tiers import AUTO, STANDARD, Replica
 
+NOT_WITH_DRAFTS = ("min_p", "logit_bias")
+"""Request fields that vLLM refuses on an engine that drafts."""
 PRIORITIES = {"interactive": 0, "batch": 10}
 """Header value -> the engine's priority; a smaller number is served earlier."""
 
@@ -19,6 +22,23 @@ def priority(headers: Mapping[str, str]) -> int:
         known = " or ".join(f"'{name}'" for name in PRIORITIES)
         raise errors.invalid(f"The header {PRIORITY_HEADER} must be {known}, not '{asked}'.", PRIORITY_HEADER)
     return PRIORITIES[asked]
+
+
+def without_drafts(tier: str, replicas: Sequence[Replica], params: Mapping[str, Any]) -> list[Replica]:
+    """Those of `replicas` that can apply `params`: "auto" leaves out the ones that draft.
+
+    Raises 400 when the tier that was asked for drafts, and "auto" has nothing left.
+    """
+    field = next((name for name in NOT_WITH_DRAFTS if params.get(name)), None)
+    able = [replica for replica in replicas if field is None or not replica.drafts]
+    if field is not None and replicas and not able:
+        drafting = tier if tier != AUTO else "every tier"
+        raise errors.invalid(
+            f"{field} cannot be applied by tier '{drafting}', which drafts (speculative decoding); leave it "
+            f"out or ask for a tier that does not draft.",
+            field,
+        )
+    return able
 
 
 def load(replica: Replica) -> int:

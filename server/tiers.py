@@ -34,6 +34,8 @@ class Replica:
     engine: Engine
     state_file: Path
     full_precision: bool
+    drafts: bool = False
+    """Whether the engine drafts (speculative decoding)."""
     instance: str | None = None
     """The engine start that everything below is true of."""
     ready: bool = False

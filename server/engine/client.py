@@ -197,6 +197,15 @@ class Engine:
         with self._understood():
             return totals(response.text)
 
+    async def choose_drafts(self, mode: str) -> None:
+        """Verify "all" or "none" of what is drafted, or what pays ("auto"), until the engine ends."""
+        await self._worker("choose_drafts", mode)
+
+    async def speculation(self) -> dict[str, Any]:
+        """What the worker's controller has counted of drafts: ``policies`` and ``loads``."""
+        (report, *_) = await self._worker("speculation")
+        return dict(report)
+
     async def _worker(self, method: str, *arguments: str) -> list[Any]:
         answer = await self._call("POST", "/collective_rpc", {"method": method, "args": list(arguments)})
         return list(answer["results"]) if answer else []

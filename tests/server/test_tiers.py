@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,13 +21,16 @@ TIERS = ["standard", "fast"]
 ENGINE = Engine(Path("/nowhere.sock"))
 
 
-def replica(name: str, *, ready: bool = True, verified: set[str] | None = None, load: int = 0) -> Replica:
+def replica(
+    name: str, *, ready: bool = True, verified: set[str] | None = None, load: int = 0, drafts: bool = False
+) -> Replica:
     made = Replica(
         id=name,
         tier=name.rpartition("-")[0],
         engine=ENGINE,
         state_file=Path("/nowhere.json"),
         full_precision=True,
+        drafts=drafts,
         ready=ready,
         verified=verified if verified is not None else {"p000001"},
     )
@@ -123,6 +127,16 @@ def test_auto_takes_the_less_loaded_tier(standard: int, fast: int, tier: str) ->
     replicas = [replica("standard-0", load=standard), replica("fast-0", load=fast)]
     assert routing.choose_tier(AUTO, replicas) == tier
     assert routing.choose_tier("fast", replicas) == "fast"
+
+
+@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"logit_bias": {"5": 1.0}}])
+def test_what_a_drafting_engine_cannot_apply_goes_to_another_or_is_refused(params: dict[str, Any]) -> None:
+    standard, fast = replica("standard-0"), replica("fast-0", drafts=True)
+    assert routing.without_drafts(AUTO, [standard, fast], params) == [standard]
+    assert routing.without_drafts(AUTO, [standard, fast], {"min_p": 0.0, "seed": 1}) == [standard, fast]
+    with pytest.raises(ApiError) as caught:
+        routing.without_drafts("fast", [fast], params)
+    assert (caught.value.status, caught.value.param) == (400, *params)
 
 
 def test_a_trajectory_is_held_for_a_bounded_time() -> None:

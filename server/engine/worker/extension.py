@@ -100,6 +100,14 @@ class RatchetWorker:
     def release_adapter(self, name: str) -> None:
         self.model_runner.lora_manager.release(name)
 
+    def choose_drafts(self, mode: str) -> None:
+        """Verify "all" or "none" of what is drafted, or what pays ("auto"), until the engine ends."""
+        drafting.controller(self.model_runner).mode = mode
+
+    def speculation(self) -> dict[str, Any]:
+        """What the controller of drafts has counted."""
+        return drafting.controller(self.model_runner).report()
+
     def check_weights(self, path: str) -> dict[str, str] | None:
         """Why `path` is not a checkpoint of the very architecture that is served; None when it is.
 
@@ -160,6 +168,8 @@ def install() -> None:
     if not vllm.__version__.startswith(VLLM):
         raise RuntimeError(f"this worker fits vLLM {VLLM}x, installed is {vllm.__version__}")
     _replace(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", LRUCacheWorkerLoRAManager, AdapterManager)
+    GPUModelRunner.execute_model = drafting.execute(GPUModelRunner.execute_model)
+    GPUModelRunner.propose_draft_token_ids = drafting.propose(GPUModelRunner.propose_draft_token_ids)
     if not current_platform.is_cpu():
         return
     stock = "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"
