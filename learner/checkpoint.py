@@ -44,7 +44,7 @@ class Position:
     tracker: Tracker
     counts: Counts
     probes: list[list[int]] = field(default_factory=list)
-    """Beginnings of samples of the last batch, for the next fingerprint."""
+    """Ends of samples of the last batch, for the next fingerprint."""
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:

@@ -290,10 +290,10 @@ def _finite(metrics: Metrics) -> bool:
 
 
 def _probes(samples: list[Sample]) -> list[list[int]]:
-    """Beginnings of samples as different as the batch has."""
+    """Ends of samples as different as the batch has: the answers, which training changes most."""
     by_stratum = {sample.strata[-1:]: sample.tokens for sample in samples}
     chosen = [*by_stratum.values(), *(sample.tokens for sample in samples)][: publish.PROMPTS]
-    return [tokens[: publish.PROMPT_TOKENS] for tokens in chosen]
+    return [tokens[-publish.PROMPT_TOKENS :] for tokens in chosen]
 
 
 def _recipe(settings: LearnerConfig) -> dict[str, Any]:

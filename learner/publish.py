@@ -22,8 +22,9 @@ from learner.model import Adapter, read_adapter, save_adapter, without_effect
 from rollout.artifacts import FINGERPRINT, Artifacts
 from rollout.records import Fingerprint, FingerprintPrompt, Policy, PolicyKind, PolicyManifest
 
-PROMPTS, PROMPT_TOKENS, POSITIONS = 3, 192, 12
-"""Size of a fingerprint: prompts, tokens of each at most, positions of each."""
+PROMPTS, PROMPT_TOKENS, POSITIONS = 4, 16, 9
+"""Size of a fingerprint: prompts, tokens of each at most, positions of each. Replicas compute the prompts
+between their callers' requests, which wait meanwhile."""
 LIKELY = -6.0
 """Positions below this log-prob are used only for want of others: rounding moves unlikely tokens most."""
 
@@ -73,9 +74,10 @@ def fingerprint(
 ) -> Fingerprint:
     """Log-probs of `prompts` under the trained weights, their parent and the base, where they differ most.
 
+    Of each prompt the end alone, where the answer is.
     Every process calls it; all compute the same.
     """
-    probes = [_probe(list(tokens[:PROMPT_TOKENS])) for tokens in prompts[:PROMPTS]]
+    probes = [_probe(list(tokens[-PROMPT_TOKENS:])) for tokens in prompts[:PROMPTS]]
     policy = _score(engine, probes, pad_id)
     with engine.using(lineage.parent_weights):
         parent = _score(engine, probes, pad_id)

@@ -261,9 +261,8 @@ class Reconciler:
         replica.load_ms[policy_id] = (time.monotonic() - begun) * 1e3
 
     async def _scores(self, replica: Replica, model: str, fingerprint: Fingerprint) -> list[float]:
-        scores = await asyncio.gather(
-            *(replica.engine.score(model, prompt.token_ids) for prompt in fingerprint.prompts)
-        )
+        # One after another: together they would hold the callers' requests up in one long step.
+        scores = [await replica.engine.score(model, prompt.token_ids) for prompt in fingerprint.prompts]
         return positions(fingerprint, scores)
 
     async def _fail(self, replica: Replica, instance: str, policy: Policy, reason: str, guilty: bool) -> None:

@@ -21,14 +21,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 
+from learner import publish as publishing
 from learner.sft import sample_of
+from quant.teacher import chat_prompts
 from rollout import artifacts, policies
 from rollout.artifacts import Artifacts
 from rollout.config import ArtifactsConfig, section
@@ -72,7 +74,7 @@ class Traffic:
         number = 0
         while not self.stopping:
             number += 1
-            messages = harness.prompts(1, seed * 100_003 + number)[0]
+            messages = chat_prompts(1, seed * 100_003 + number)[0]
             self.answers.append(answer := Answer(time.time()))
             body = {
                 "model": model,
@@ -96,7 +98,7 @@ class Traffic:
             harness.say(f"lost: {error!r}")
 
 
-def publish(deployment: Deployment, source: Path, seed: int, probe: FingerprintPrompt) -> str:
+def publish(deployment: Deployment, source: Path, seed: int, probes: list[FingerprintPrompt]) -> str:
     """Register a random neighbour of the adapter in `source` as a candidate."""
     with deployment.store() as store, store.write() as tx:
         policy_id = policies.reserve(tx)
@@ -117,7 +119,7 @@ def publish(deployment: Deployment, source: Path, seed: int, probe: FingerprintP
 
     def write(folder: Path) -> None:
         neighbour(source, folder, seed)
-        known = Fingerprint(policy=policy_id, parent="p000000", prompts=[probe])
+        known = Fingerprint(policy=policy_id, parent="p000000", prompts=probes)
         (folder / artifacts.FINGERPRINT).write_bytes(msgspec.json.encode(known))
 
     path = Artifacts(section(deployment.document, "artifacts", ArtifactsConfig).root).write_policy(
@@ -142,18 +144,28 @@ def neighbour(source: Path, folder: Path, seed: int) -> None:
     shutil.copyfile(source / "adapter_config.json", folder / "adapter_config.json")
 
 
-def probe_ids(model: Path) -> list[int]:
-    """A demonstration, as the model reads it."""
-    task = next(task for task in map(generate, count(), repeat("train")) if task.family == PROBE_FAMILY)
-    conversation = {"messages": task.messages + demonstration(task), "tools": task.tools}
-    return sample_of(PromptRenderer(model), conversation).tokens
+def probe_ids(model: Path) -> list[list[int]]:
+    """Ends of demonstrations as the model reads them, as many and as long as the learner's."""
+    renderer = PromptRenderer(model)
+    tasks = (task for task in map(generate, count(), repeat("train")) if task.family == PROBE_FAMILY)
+    samples = (
+        sample_of(renderer, {"messages": task.messages + demonstration(task), "tools": task.tools})
+        for task in islice(tasks, publishing.PROMPTS)
+    )
+    return [sample.tokens[-publishing.PROMPT_TOKENS :] for sample in samples]
 
 
-async def probe_of(engine: Engine, folder: Path, ids: list[int]) -> FingerprintPrompt:
+async def probes_of(engine: Engine, folder: Path, prompts: list[list[int]]) -> list[FingerprintPrompt]:
     """The engine's own log-probs: this bench measures swaps, not what they are verified against."""
     await engine.load_adapter("probe", folder)
-    policy, base = await engine.score("probe", ids), await engine.score("base", ids)
+    probes = [
+        _probe(ids, await engine.score("probe", ids), await engine.score("base", ids)) for ids in prompts
+    ]
     await engine.unload_adapter("probe")
+    return probes
+
+
+def _probe(ids: list[int], policy: list[float | None], base: list[float | None]) -> FingerprintPrompt:
     rows = [
         (i, p, b)
         for i, (p, b) in enumerate(zip(policy, base, strict=True))
@@ -183,20 +195,20 @@ async def swap(deployment: Deployment, policy_id: str) -> dict[str, Any]:
     return flip
 
 
-async def probes_of(
-    engine: Engine, adapter: Path, folder: Path, ids: list[int], swaps: int
-) -> list[FingerprintPrompt]:
+async def all_probes(
+    engine: Engine, adapter: Path, folder: Path, prompts: list[list[int]], swaps: int
+) -> list[list[FingerprintPrompt]]:
     """Of every policy to come. Before the gateway runs: it would unload what it does not know."""
     probes = []
     async with engine:
         for number in range(swaps):
             neighbour(adapter, folder, number)
-            probes.append(await probe_of(engine, folder, ids))
+            probes.append(await probes_of(engine, folder, prompts))
     return probes
 
 
 async def drive(
-    deployment: Deployment, probes: list[FingerprintPrompt], adapter: Path, args: argparse.Namespace
+    deployment: Deployment, probes: list[list[FingerprintPrompt]], adapter: Path, args: argparse.Namespace
 ) -> tuple[list[Answer], list[dict[str, Any]], list[tuple[float, float]]]:
     """Traffic, with swaps and pauses in it; answers, flips and sham windows."""
     traffic = Traffic(f"{deployment.url}/v1/chat/completions", deployment.key, args.tokens)
@@ -299,7 +311,7 @@ def run(args: argparse.Namespace) -> None:
         deployment.prepare()
         engine = running["standard-0"].client()
         probes = asyncio.run(
-            probes_of(engine, adapter, home / "neighbours", probe_ids(chosen.model), args.swaps)
+            all_probes(engine, adapter, home / "neighbours", probe_ids(chosen.model), args.swaps)
         )
         with running_gateway(deployment):
             outcome = asyncio.run(drive(deployment, probes, adapter, args))
