@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 import openai
 
@@ -76,6 +78,7 @@ def main(args: argparse.Namespace) -> int:
     model = section(document, "model", ModelConfig)
     if not (Path(model.path) / "config.json").exists():
         raise ConfigError(f"model.path: {model.path} is not there; build it: python -m learner build")
+    signal.signal(signal.SIGTERM, _stop)
     finding = asyncio.run(_test(args, recipe, model))
     target = acceptance.write(home(document), finding)
     print(_table(finding))
@@ -199,6 +202,11 @@ def _table(finding: Finding) -> str:
         ("task success", f"{finding.success:.3f}", f"full precision {finding.reference_success:.3f}"),
     ]
     return "\n".join(f"{what:<45} {value:<26} {limit}" for what, value, limit in rows)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Ends the test by an exception, and so the engine that it began."""
+    raise SystemExit(128 + number)
 
 
 def _say(text: str) -> None:
