@@ -39,11 +39,17 @@ class Recipe:
     device: Device
     engine_args: tuple[str, ...]
     """Appended to vLLM's arguments; wins over the deployment's own ``dtype``."""
+    cpu_engine_args: tuple[str, ...] | None = None
+    """In their place on a CPU, where vLLM's own way does not run."""
     env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Added to the engine's environment."""
     description: str
     measured: bool
     limits: Limits = field(default_factory=Limits)
+
+    def args_on(self, device: str) -> tuple[str, ...]:
+        """vLLM's arguments on a device of this kind ("cpu" or "gpu")."""
+        return self.engine_args if device == "gpu" or self.cpu_engine_args is None else self.cpu_engine_args
 
     @property
     def quantized(self) -> bool:
@@ -90,16 +96,18 @@ _ALL = (
     ),
     Recipe(
         name="bnb-nf4",
-        device="gpu",
+        device="any",
         engine_args=("--dtype", "bfloat16", "--quantization", "bitsandbytes"),
-        description="bitsandbytes nf4 made while loading; needs vllm-bnb-plugin",
+        cpu_engine_args=("--dtype", "float32", "--quantization", "cpu_bnb_nf4", "--enforce-eager"),
+        description="bitsandbytes nf4 made while loading; on a CPU slow, to see what a GPU would answer",
         measured=False,
     ),
     Recipe(
         name="bnb-int8",
-        device="gpu",
+        device="any",
         engine_args=("--dtype", "bfloat16", "--quantization", "bitsandbytes", "--enforce-eager"),
-        description="bitsandbytes int8, for a checkpoint saved with load_in_8bit; needs vllm-bnb-plugin",
+        cpu_engine_args=("--dtype", "float32", "--quantization", "cpu_bnb_int8", "--enforce-eager"),
+        description="bitsandbytes int8: on a GPU of a checkpoint saved in it; on a CPU of any, slow",
         measured=False,
     ),
 )

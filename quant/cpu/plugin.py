@@ -1,20 +1,19 @@
-"""The quantization method `cpu_int8`, as vLLM finds it: entry point ``vllm.general_plugins``.
+"""Our ways of quantizing while loading, as vLLM finds them: entry point ``vllm.general_plugins``.
 
 vLLM calls `register` in each of its processes, whatever it is going to run. So registering only makes the
-name known: the kernel and the layers' methods are imported when an engine was started with
-``--quantization cpu_int8``.
+names known: kernels and layers' methods are imported when an engine was started with one of them as its
+``--quantization``.
 """
 
 from __future__ import annotations
 
-NAME = "cpu_int8"
-
 
 def register() -> None:
-    """Make `cpu_int8` known to vLLM in this process; calling it again changes nothing."""
+    """Make them known to vLLM in this process; calling it again changes nothing."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
-    from quant.cpu.config import CpuInt8Config
+    from quant.cpu.config import CONFIGS
 
-    if NAME not in QUANTIZATION_METHODS:
-        register_quantization_config(NAME)(CpuInt8Config)
+    for config in CONFIGS:
+        if config.name not in QUANTIZATION_METHODS:
+            register_quantization_config(config.name)(config)

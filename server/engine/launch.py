@@ -203,10 +203,10 @@ def launch(replica: Replica, host: Host) -> Launch:
         *_capture_args(),
         *(
             ["--enforce-eager"]
-            if host.device == "cpu" and "--enforce-eager" not in recipe.engine_args
+            if host.device == "cpu" and "--enforce-eager" not in recipe.args_on(host.device)
             else []
         ),
-        *recipe.engine_args,
+        *recipe.args_on(host.device),
         *_drafting_args(replica),
         *replica.engine.extra_args,
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from rich.table import Table
 from quant.teacher import chat_prompts
 from rollout import artifacts
 from rollout.config import EngineConfig, ModelConfig, arguments, read, section
+from rollout.evals import suites
 from server.engine.client import Engine
 from tests.fixtures.engines import RunningEngine
 
@@ -175,17 +177,70 @@ def write_random_adapter(folder: Path, model: Path, engine: EngineConfig) -> Non
     (folder / "adapter_config.json").write_text(json.dumps(peft))
 
 
-async def tokens_per_second(engine: Engine, model: str, requests: int, tokens: int, seed: int) -> float:
-    """Generated tokens a second with `requests` at once, each of exactly `tokens`, at temperature 1."""
+Request = dict[str, Any]
+"""What a request asks: ``messages`` and perhaps ``tools``."""
 
-    async def one(messages: list[dict[str, Any]]) -> int:
-        body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 1.0}
-        answer = await engine.chat(body | {"ignore_eos": True})
+
+def chats(count: int, seed: int) -> list[Request]:
+    """Short questions, different from each other."""
+    return [{"messages": messages} for messages in chat_prompts(count, seed)]
+
+
+def tool_uses(count: int, seed: int) -> list[Request]:
+    """Questions that offer tools, about 300 tokens each, no two the same."""
+    tasks = suites.gate(f"bench {seed}", count)
+    return [{"messages": task.messages, "tools": task.tools} for task in tasks]
+
+
+def _body(model: str, request: Request, tokens: int, temperature: float) -> dict[str, Any]:
+    asked = {"model": model, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True}
+    return request | asked
+
+
+async def tokens_per_second(
+    engine: Engine, model: str, requests: Sequence[Request], tokens: int, temperature: float = 1.0
+) -> float:
+    """Generated tokens a second with all `requests` at once, each of exactly `tokens`."""
+
+    async def one(request: Request) -> int:
+        answer = await engine.chat(_body(model, request, tokens, temperature))
         return sum(len(choice.token_ids) for choice in answer.choices)
 
     started = time.monotonic()
-    made = await asyncio.gather(*(one(messages) for messages in chat_prompts(requests, seed)))
+    made = await asyncio.gather(*map(one, requests))
     return sum(made) / (time.monotonic() - started)
+
+
+@dataclass(slots=True)
+class Latencies:
+    """In seconds."""
+
+    first: list[float] = field(default_factory=list)
+    """Until a request's first token."""
+    between: list[float] = field(default_factory=list)
+    """Between a request's tokens as they arrive."""
+
+
+async def latencies(engine: Engine, model: str, requests: Sequence[Request], tokens: int) -> Latencies:
+    """Of all `requests` at once, streamed."""
+    found = Latencies()
+
+    async def one(request: Request) -> None:
+        last, first = time.monotonic(), True
+        async for event in engine.stream_chat(_body(model, request, tokens, 1.0)):
+            if not any(piece.token_ids for piece in event.pieces):
+                continue
+            now = time.monotonic()
+            (found.first if first else found.between).append(now - last)
+            last, first = now, False
+
+    await asyncio.gather(*map(one, requests))
+    return found
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def report(

@@ -47,5 +47,5 @@ def test_vllm_knows_the_arguments_of_recipes_that_run_here(name: str) -> None:
 
     register()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    parsed = parser.parse_args(["--model", "anything", *RECIPES[name].engine_args])
-    assert parsed.quantization in (None, "cpu_int8")
+    parsed = parser.parse_args(["--model", "anything", *RECIPES[name].args_on("cpu")])
+    assert parsed.quantization in (None, "cpu_int8", "cpu_bnb_nf4", "cpu_bnb_int8")

@@ -1,8 +1,8 @@
-"""How vLLM's layers are quantized and computed under `cpu_int8`.
+"""How vLLM's layers are quantized and computed by a scheme.
 
 Full-precision weights are loaded one layer at a time (vLLM's own way for quantization while loading), made
-int8 and dropped, so an engine never holds the whole model twice. Everything a product needs lies in the
-layer's parameters in the kernel's order; nothing is cached beside them, so a reload that writes new
+small and dropped, so an engine never holds the whole model twice. Everything a product needs lies in the
+layer's parameters in the scheme's order; nothing is cached beside them, so a reload that writes new
 parameters is complete, and the quantized layers equal those of a fresh engine.
 
 Adapters work on top: vLLM's wrappers call `apply` on the base layer and add their own product.
@@ -24,28 +24,27 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
-from quant.cpu import kernel
-from quant.cpu.kernel import ExpertWeights, LinearWeights
+from quant.cpu.scheme import Scheme
 
 
-def method_for(layer: Module, *, router: bool) -> Any:
+def method_for(layer: Module, scheme: Scheme, *, router: bool) -> Any:
     """The method of one layer; None leaves it as vLLM has it."""
     if isinstance(layer, RoutedExperts):
-        return Int8ExpertsMethod(layer.moe_config)
+        return ExpertsMethod(layer.moe_config, scheme)
     if isinstance(layer, LinearBase):
-        return UnquantizedLinearMethod() if router else Int8LinearMethod()
+        return UnquantizedLinearMethod() if router else LinearMethod(scheme)
     if isinstance(layer, ParallelLMHead):
-        return Int8HeadMethod()
+        return HeadMethod(scheme)
     return None
 
 
-class Int8LinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """A linear layer: `weight` int8 and `weight_scales` in the kernel's order."""
+class LinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """A linear layer: `weight` and `weight_scales` as the scheme packs them."""
 
     uses_meta_device = True
 
-    def __init__(self) -> None:
-        self._kernel = kernel.load()
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
 
     def create_weights(
         self,
@@ -69,44 +68,43 @@ class Int8LinearMethod(LinearMethodBase):  # type: ignore[misc]
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if layer.weight.dtype is torch.int8:
+        if layer.weight.dtype is self._scheme.dtype:
             return
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
-            raise NotImplementedError("cpu_int8 does not serve models with latent attention (MLA)")
-        made = LinearWeights.of(layer.weight.data)
-        layer.int8_outputs = made.outputs
-        replace_parameter(layer, "weight", made.q)
-        replace_parameter(layer, "weight_scales", made.scales)
+            raise NotImplementedError("on a CPU this recipe does not serve latent attention (MLA)")
+        layer.small_outputs = layer.weight.shape[0]
+        q, scales = self._scheme.pack_linear(layer.weight.data)
+        replace_parameter(layer, "weight", q)
+        replace_parameter(layer, "weight_scales", scales)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        weights = LinearWeights(layer.weight, layer.weight_scales, layer.int8_outputs)
-        return self._kernel.linear(x, weights, bias)
+        return self._scheme.linear(x, (layer.weight, layer.weight_scales), layer.small_outputs, bias)
 
 
-class Int8HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """The head. With weights of its own they become int8; tied ones stay the embedding's, beside a copy.
+class HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """The head. Weights of its own become small; tied ones stay the embedding's, beside a small copy.
 
     A reload does not visit a tied head: whoever reloads calls `process_weights_after_loading` on it once
     the embedding is new, and the copy is made again.
     """
 
-    def __init__(self) -> None:
-        self._kernel = kernel.load()
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if layer.weight.dtype is torch.int8:
+        if layer.weight.dtype is self._scheme.dtype:
             return
-        made = LinearWeights.of(layer.weight.data)
-        layer.int8_outputs = made.outputs
+        layer.small_outputs = layer.weight.shape[0]
+        q, scales = self._scheme.pack_linear(layer.weight.data)
         if layer.tied:
-            _set(layer, "qweight", made.q)
+            _set(layer, "qweight", q)
         else:
-            replace_parameter(layer, "weight", made.q)
-        _set(layer, "weight_scales", made.scales)
+            replace_parameter(layer, "weight", q)
+        _set(layer, "weight_scales", scales)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         q = layer.qweight if layer.tied else layer.weight
-        return self._kernel.linear(x, LinearWeights(q, layer.weight_scales, layer.int8_outputs), bias)
+        return self._scheme.linear(x, (q, layer.weight_scales), layer.small_outputs, bias)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)
@@ -118,16 +116,16 @@ class Int8HeadMethod(UnquantizedEmbeddingMethod):  # type: ignore[misc]
         return tied
 
 
-class Int8ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """All experts of a layer in one native call; SwiGLU experts without biases."""
+class ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """All experts of a layer; SwiGLU experts without biases."""
 
     uses_meta_device = True
 
-    def __init__(self, moe: Any) -> None:
+    def __init__(self, moe: Any, scheme: Scheme) -> None:
         super().__init__(moe)
         if moe.has_bias or not moe.is_act_and_mul or moe.activation != MoEActivation.SILU:
-            raise NotImplementedError("cpu_int8 serves SwiGLU experts without biases only")
-        self._kernel = kernel.load()
+            raise NotImplementedError("on a CPU this recipe serves SwiGLU experts without biases only")
+        self._scheme = scheme
 
     def create_weights(
         self,
@@ -150,15 +148,14 @@ class Int8ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        if layer.w13_weight.dtype is torch.int8:
+        if layer.w13_weight.dtype is self._scheme.dtype:
             return
         if layer.apply_router_weight_on_input:
-            raise NotImplementedError("cpu_int8 does not serve experts whose inputs the router scales")
-        made = ExpertWeights.of(layer.w13_weight.data, layer.w2_weight.data)
-        replace_parameter(layer, "w13_weight", made.q13)
-        replace_parameter(layer, "w13_scales", made.s13)
-        replace_parameter(layer, "w2_weight", made.q2)
-        replace_parameter(layer, "w2_scales", made.s2)
+            raise NotImplementedError("on a CPU this recipe does not serve experts whose inputs are scaled")
+        packed = self._scheme.pack_experts(layer.w13_weight.data, layer.w2_weight.data)
+        for name, (q, scales) in zip(("w13", "w2"), packed, strict=True):
+            replace_parameter(layer, f"{name}_weight", q)
+            replace_parameter(layer, f"{name}_scales", scales)
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         return FUSED_MOE_UNQUANTIZED_CONFIG
@@ -174,8 +171,8 @@ class Int8ExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> Tensor:
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids.long()]
-        weights = ExpertWeights(layer.w13_weight, layer.w13_scales, layer.w2_weight, layer.w2_scales)
-        return self._kernel.experts(x, weights, topk_weights, topk_ids)
+        w13, w2 = (layer.w13_weight, layer.w13_scales), (layer.w2_weight, layer.w2_scales)
+        return self._scheme.experts(x, w13, w2, topk_weights, topk_ids)
 
 
 def _set(layer: Module, name: str, value: Tensor) -> None:
