@@ -16,67 +16,15 @@ Invariant: the tokens of a request that are verified are the first of its draft.
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+
+from server.engine.worker.steps import Pace, StepTimes, size_of
 
 LOOK_EVERY = 128
 """Steps after which the other way is taken once, so that its cost stays known."""
 LOOK_UNKNOWN_EVERY = 8
 """The same while that cost is not known."""
-MEMORY = 7
-"""Steps of one size whose median is what such a step takes."""
-ENOUGH = 3
-"""Steps of one size before they count."""
-
-
-class StepTimes:
-    """Seconds a step takes by its number of rows: medians of the latest, interpolated, never falling."""
-
-    def __init__(self) -> None:
-        self._recent: dict[int, deque[float]] = {}
-        self._points: list[tuple[int, float]] | None = None
-
-    def observe(self, rows: int, seconds: float) -> None:
-        self._recent.setdefault(_size(rows), deque(maxlen=MEMORY)).append(seconds)
-        self._points = None
-
-    def knows(self, rows: int) -> bool:
-        return len(self._recent.get(_size(rows), ())) >= ENOUGH
-
-    def at(self, rows: int, least: tuple[int, float] | None = None) -> float | None:
-        """None while nothing is known. Past the largest size seen, a row costs what it cost up to there.
-
-        `least`, rows and seconds, takes the place of what is known of smaller steps.
-        """
-        points = self._known()
-        if not points:
-            return None
-        if least is not None:
-            points = [least, *(point for point in points if point[0] > least[0])]
-        if rows <= points[0][0]:
-            return points[0][1]
-        for (low, fast), (high, slow) in pairwise(points):
-            if rows <= high:
-                return fast + (slow - fast) * (rows - low) / (high - low)
-        (first, fast), (last, slow) = points[0], points[-1]
-        return slow + (slow - fast) * (rows - last) / max(last - first, 1)
-
-    def _known(self) -> list[tuple[int, float]]:
-        if self._points is None:
-            longest, self._points = 0.0, []
-            for size in sorted(size for size, times in self._recent.items() if len(times) >= ENOUGH):
-                longest = max(longest, statistics.median(self._recent[size]))
-                self._points.append((size, longest))
-        return self._points
-
-
-def _size(rows: int) -> int:
-    """Exact up to 31 rows, then in steps of about 5 %."""
-    step = 1 << max(0, rows.bit_length() - 5)
-    return rows // step * step
 
 
 @dataclass(slots=True)
@@ -139,7 +87,8 @@ class Controller:
     def __init__(self, mode: str = "auto") -> None:
         self.mode = mode
         """"auto", or "all" or "none" of what is drafted; measured all the same."""
-        self.plain, self.verifying = StepTimes(), StepTimes()
+        pace = Pace()
+        self.plain, self.verifying = StepTimes(pace), StepTimes(pace)
         self.policies: dict[str, Counts] = {}
         self.loads: dict[tuple[int, bool], Load] = {}
         self._rates: dict[str, Rate] = {}
@@ -157,7 +106,7 @@ class Controller:
             return
         seconds, count = now - began, len(last.requests)
         (self.verifying if last.verified else self.plain).observe(last.rows, seconds)
-        load = self.loads.setdefault((_size(count), last.verified > 0), Load())
+        load = self.loads.setdefault((size_of(count), last.verified > 0), Load())
         load.steps += 1
         load.tokens += self._produced
         load.seconds += seconds
