@@ -152,6 +152,10 @@ def rollback(expected: str | None, reason: str | None) -> Call[Serving]:
     return Call("post", "/rl/tiers/rollback", Serving, _given(expected=expected, reason=reason))
 
 
+def restart(replica: str, force: bool) -> Call[Serving]:
+    return Call("post", "/rl/tiers/restart", Serving, {"replica": replica, "force": force})
+
+
 def learning() -> Call[Learning]:
     return Call("get", "/rl/learning", Learning)
 

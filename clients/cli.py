@@ -71,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     learn.add_argument("action", choices=["on", "off", "status"])
     command("status", "what is served now")
     command("policies", "every policy and what became of it")
+    restart = command("restart", "start one engine anew once its requests are answered")
+    restart.add_argument("replica", help="as `ratchet status` names it: fast-0")
+    restart.add_argument("--force", action="store_true", help="also when its tier has no other in rotation")
     return root
 
 
@@ -127,10 +130,17 @@ def _policies(client: Ratchet, args: argparse.Namespace) -> int:
     return 0
 
 
+def _restart(client: Ratchet, args: argparse.Namespace) -> int:
+    client.rl.tiers.restart(args.replica, force=args.force)
+    Console(highlight=False).print(f"{args.replica} starts anew; `ratchet status` shows when it serves again")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Ratchet, argparse.Namespace], int]] = {
     "learn": _learn,
     "status": _status,
     "policies": _policies,
+    "restart": _restart,
 }
 
 

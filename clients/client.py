@@ -119,6 +119,10 @@ class Tiers:
         """Serve the policy before the promoted one again."""
         return send(self._client, calls.rollback(expected, reason))
 
+    def restart(self, replica: str, *, force: bool = False) -> Serving:
+        """Start one engine anew once its requests are answered; `force` also when its tier has no other."""
+        return send(self._client, calls.restart(replica, force))
+
 
 class LearningSwitch:
     def __init__(self, client: OpenAI) -> None:
@@ -185,6 +189,10 @@ class AsyncTiers:
     async def rollback(self, *, expected: str | None = None, reason: str | None = None) -> Serving:
         """Serve the policy before the promoted one again."""
         return await send_async(self._client, calls.rollback(expected, reason))
+
+    async def restart(self, replica: str, *, force: bool = False) -> Serving:
+        """Start one engine anew once its requests are answered; `force` also when its tier has no other."""
+        return await send_async(self._client, calls.restart(replica, force))
 
 
 class AsyncLearningSwitch:

@@ -21,6 +21,8 @@ class GatewayConfig(Section):
     """How long a trajectory stays on the policy it began with."""
     reconcile_s: float = 0.5
     """Pause between two looks at each replica."""
+    drain_s: float = 300.0
+    """How long a replica that is to be restarted may take over the requests it has."""
     retry_failed_s: float = 10.0
     """After a policy failed to load or verify on a replica, when to try again."""
     warm_prefixes: int = 8

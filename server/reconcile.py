@@ -116,6 +116,8 @@ class Reconciler:
 
     def _rotate(self, replica: Replica) -> None:
         promoted = self.fleet.serving.promoted
+        if replica.draining:
+            return
         replica.ready = promoted in replica.verified
         replica.why_not = "" if replica.ready else f"the promoted policy {promoted} is not verified"
 

@@ -62,11 +62,12 @@ class EngineState:
 
 
 class Supervisor:
-    """Runs one replica until it is told to stop (SIGTERM, SIGINT)."""
+    """Runs one replica until it is told to stop (SIGTERM, SIGINT); SIGHUP starts its engine anew."""
 
     def __init__(self, replica_id: str, tier: str, plan: Launch) -> None:
         self._id, self._tier, self._plan = replica_id, tier, plan
         self._stopping = False
+        self._restarting = False
         self._lock = self._take_lock()
         self._log: IO[bytes] = self._open_log()
         self._child: subprocess.Popen[bytes] | None = None
@@ -77,6 +78,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
+        signal.signal(signal.SIGHUP, self._start_anew)
         return self
 
     def __exit__(
@@ -94,6 +96,10 @@ class Supervisor:
             self._end(state)
             if self._stopping:
                 return
+            if self._restarting:
+                self._restarting, failures = False, 0
+                self._say(f"engine {state.instance} ended, as asked; starting another")
+                continue
             failures = 0 if steady else failures + 1
             pause = BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS) - 1)]
             self._say(f"engine {state.instance} ended; starting another in {pause:.0f} s")
@@ -142,11 +148,11 @@ class Supervisor:
         return state
 
     def _watch(self, state: EngineState) -> bool:
-        """Until the engine dies, is sick for too long, or we stop; whether it had been steady."""
+        """Until the engine dies, is sick for too long, or is to end; whether it had been steady."""
         begun = time.monotonic()
         healthy_since: float | None = None
         failed = 0
-        while not self._stopping and not processes.wait_gone(state.pid, POLL_SECONDS):
+        while not (self._stopping or self._restarting) and not processes.wait_gone(state.pid, POLL_SECONDS):
             if self._healthy():
                 failed = 0
                 if healthy_since is None:
@@ -177,6 +183,9 @@ class Supervisor:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True
+
+    def _start_anew(self, number: int, frame: FrameType | None) -> None:
+        self._restarting = True
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""``GET /v1/rl/tiers``, ``POST /v1/rl/tiers/promote``, ``POST /v1/rl/tiers/rollback``."""
+"""``GET /v1/rl/tiers``, and ``POST`` to ``/promote``, ``/rollback`` and ``/restart`` below it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from rollout.records import Scope
+from server import restart as restarting
 from server.bodies import parse
 from server.gateway import Gateway, gateway
 from server.responses import json_response
-from server.schemas import Promote, Rollback
+from server.schemas import Promote, Restart, Rollback
 from server.tiers import Replica
 
 router = APIRouter()
@@ -38,6 +39,16 @@ async def rollback(request: Request) -> Response:
     caller = await parts.auth.caller(request.headers.get("authorization"), Scope.ADMIN)
     asked = parse(Rollback, await request.body())
     await parts.flips.rollback(asked.expected, f"key {caller.key.id}", asked.reason)
+    return json_response(_state(parts))
+
+
+@router.post("/v1/rl/tiers/restart")
+async def restart(request: Request) -> Response:
+    parts = gateway(request)
+    await parts.auth.caller(request.headers.get("authorization"), Scope.ADMIN)
+    asked = parse(Restart, await request.body())
+    wait_s = parts.config.drain_s
+    await restarting.restart(parts.fleet, asked.replica, force=asked.force, wait_s=wait_s)
     return json_response(_state(parts))
 
 

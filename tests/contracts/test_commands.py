@@ -16,6 +16,7 @@ COMMANDS = {
     "learn": ["--config", "--set", "action"],
     "status": ["--config", "--set"],
     "policies": ["--config", "--set"],
+    "restart": ["--config", "--force", "--set", "replica"],
 }
 
 
@@ -29,7 +30,8 @@ def test_commands_of_ratchet() -> None:
 
 
 def test_only_the_demonstration_has_a_deployment_of_its_own() -> None:
-    commands = [[name] for name in COMMANDS if name != "learn"] + [["learn", "status"]]
+    needs = {"learn": ["status"], "restart": ["fast-0"]}
+    commands = [[name, *needs.get(name, [])] for name in COMMANDS]
     defaults = {argv[0]: parser().parse_args(argv).config.name for argv in commands}
     assert defaults.pop("demo") == "demo.toml"
     assert set(defaults.values()) == {"local.toml"}
