@@ -10,8 +10,8 @@ covers part of a model is the field's most repeated fault.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ class Loading:
     device: str = "cpu"
     experts: str | None = None
     """transformers' ``experts_implementation``; None leaves its choice."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the model's configuration and what they become (`rollout.positions`)."""
 
 
 def load(path: str, adapter: Adapter | None, loading: Loading, *, seed: int) -> PolicyModel:
@@ -86,7 +88,9 @@ def load(path: str, adapter: Adapter | None, loading: Loading, *, seed: int) -> 
     Raises ModelError when a target module matches nothing, or not in every layer.
     """
     disable_progress_bar()
-    extra = {"experts_implementation": loading.experts} if loading.experts else {}
+    extra = dict(loading.overrides)
+    if loading.experts:
+        extra["experts_implementation"] = loading.experts
     base = AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, loading.dtype), attn_implementation="sdpa", **extra
     ).to(loading.device)

@@ -13,7 +13,7 @@ from learner import model as models
 from learner.config import LearnerConfig
 from learner.engine import Engine, Settings
 from learner.model import Adapter, Loading
-from rollout import artifacts, config
+from rollout import artifacts, config, positions
 from rollout.config import EngineConfig, ModelConfig
 
 
@@ -44,10 +44,16 @@ def open_session(
     """
     settings = config.section(document, "learner", LearnerConfig)
     targets = config.section(document, "engine", EngineConfig).target_modules
-    path = Path(config.section(document, "model", ModelConfig).path)
+    served = config.section(document, "model", ModelConfig)
+    path = Path(served.path)
     adapter = Adapter(target_modules=tuple(targets), rank=settings.rank, alpha=settings.alpha)
     device = _device(settings.device)
-    loading = Loading(dtype=settings.dtype, device=device, experts=settings.experts_implementation)
+    loading = Loading(
+        dtype=settings.dtype,
+        device=device,
+        experts=settings.experts_implementation,
+        overrides=positions.overrides(served),
+    )
     model = models.load(str(path), adapter, loading, seed=seed)
     if initial is not None:
         models.set_adapter_weights(model, models.read_adapter(initial, adapter))

@@ -52,6 +52,14 @@ class ArtifactsConfig(Section):
     """Folder that holds `policies/` and `files/`."""
 
 
+class RopeConfig(Section):
+    """More context than the model was trained for (`rollout.positions`)."""
+
+    method: Literal["ntk", "yarn"]
+    factor: float = Field(gt=1, le=8)
+    """How many times the trained length."""
+
+
 class ModelConfig(Section):
     """The one model that is served and trained."""
 
@@ -63,6 +71,8 @@ class ModelConfig(Section):
     """Recipe of `learner.build` that makes `path` when it is missing; None for a folder of your own."""
     warm_start: str | None = "deploy/warm-start"
     """Folder of the first adapter policy; None starts from the bare base."""
+    rope: RopeConfig | None = None
+    """Scaled positions, the same while serving and while learning."""
     tool_parser: str = "hermes"
     """vLLM's parser for the model's tool-call format."""
 
@@ -70,6 +80,9 @@ class ModelConfig(Section):
 class TierConfig(Section):
     recipe: str
     """Key of `quant.recipes.RECIPES`."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Keys and values in the cache: the model's own type, or 8 bits, which hold more context in the same
+    memory and cost some accuracy (`python -m quant accept` says how much)."""
     replicas: int = 1
     speculation: dict[str, Any] | None = None
     """Passed to vLLM as ``--speculative-config``."""

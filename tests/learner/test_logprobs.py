@@ -10,8 +10,10 @@ import pytest
 from learner import model as models
 from learner.batch import Sample, micro_batches
 from learner.model import Loading, PolicyModel
+from rollout import positions
+from rollout.config import ModelConfig, RopeConfig
 from server.engine.client import ChatResult, Engine
-from tests.fixtures.engines import RunningEngine
+from tests.fixtures.engines import RunningEngine, running_engine, write_config
 from tests.learner.training import ADAPTER
 
 pytestmark = pytest.mark.engine
@@ -77,3 +79,23 @@ def test_trainer_and_engine_agree(
         assert worst_difference(model, results[policy_id]) < 1e-4
         others = [name for name in results if name != policy_id]
         assert all(worst_difference(model, results[name]) > 1e-2 for name in others)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["ntk", "yarn"])
+def test_trainer_and_engine_agree_on_scaled_positions(tmp_path: Path, tiny_moe: Path, method: str) -> None:
+    served = ModelConfig(path=str(tiny_moe), rope=RopeConfig.model_validate({"method": method, "factor": 2}))
+    config = write_config(tmp_path / "deployment.toml", tmp_path, tiny_moe, {"standard": "float32"})
+    scaled = f'[model]\nrope = {{ method = "{method}", factor = 2.0 }}\n'
+    config.write_text(config.read_text().replace("[model]\n", scaled))
+
+    async def collect(running: RunningEngine) -> dict[str, list[ChatResult]]:
+        async with running.client() as engine:
+            return await sample(engine, {})
+
+    with running_engine(config, tmp_path, "standard-0") as running:
+        results = asyncio.run(collect(running))
+    same = models.load(str(tiny_moe), ADAPTER, Loading(overrides=positions.overrides(served)), seed=0)
+    assert worst_difference(same, results["base"]) < 1e-4
+    unscaled = models.load(str(tiny_moe), ADAPTER, Loading(), seed=0)
+    assert worst_difference(unscaled, results["base"]) > 1e-3
