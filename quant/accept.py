@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 import openai
+import torch
 
 from quant import acceptance, divergence
 from quant.acceptance import Finding
@@ -79,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
     if not (Path(model.path) / "config.json").exists():
         raise ConfigError(f"model.path: {model.path} is not there; build it: python -m learner build")
     signal.signal(signal.SIGTERM, _stop)
-    finding = asyncio.run(_test(args, recipe, model))
+    finding = asyncio.run(_test(args, recipe, names[args.tier].kv_cache_dtype, model))
     target = acceptance.write(home(document), finding)
     print(_table(finding))
     for sentence in finding.failures:
@@ -88,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
     return 1 if finding.failures else 0
 
 
-async def _test(args: argparse.Namespace, recipe: str, model: ModelConfig) -> Finding:
+async def _test(args: argparse.Namespace, recipe: str, kv_cache_dtype: str, model: ModelConfig) -> Finding:
     base = artifacts.base_id(model.path)
     adapter = _adapter(args.policy or model.warm_start, base, required=args.policy is not None)
     tasks = suites.gate(SUITE, args.tasks)
@@ -108,6 +109,8 @@ async def _test(args: argparse.Namespace, recipe: str, model: ModelConfig) -> Fi
     score = paired.compare(recipe, other.results, args.reference, reference.results)
     return Finding(
         recipe=recipe,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_bytes=_kv_bytes(Path(model.path), recipe, kv_cache_dtype),
         base=base,
         policy=None if adapter is None else str(adapter),
         tokens=found.positions,
@@ -123,6 +126,17 @@ async def _test(args: argparse.Namespace, recipe: str, model: ModelConfig) -> Fi
         limits=RECIPES[recipe].limits,
         tested_at=time.time(),
     )
+
+
+def _kv_bytes(model: Path, recipe: str, kv_cache_dtype: str) -> int:
+    """Of one token in the cache: a key and a value for each head that has its own, in every layer."""
+    config = json.loads((model / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    device = "gpu" if torch.cuda.is_available() else "cpu"
+    dtype = RECIPES[recipe].dtype_on(device) if kv_cache_dtype == "auto" else kv_cache_dtype
+    values: int = config["num_hidden_layers"] * 2 * (config.get("num_key_value_heads") or heads) * size
+    return values * {"float32": 4, "bfloat16": 2}.get(dtype, 1)
 
 
 def _adapter(folder: str | None, base: str, required: bool) -> Path | None:
@@ -200,6 +214,7 @@ def _table(finding: Finding) -> str:
             f"no loss above {limits.score}",
         ),
         ("task success", f"{finding.success:.3f}", f"full precision {finding.reference_success:.3f}"),
+        ("cache, bytes a token", f"{finding.kv_bytes}", ""),
     ]
     return "\n".join(f"{what:<45} {value:<26} {limit}" for what, value, limit in rows)
 

@@ -18,6 +18,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Full precision is the reference of all; differences are the recipe's value less the reference's."""
 
     recipe: str
+    kv_cache_dtype: str = "auto"
+    kv_bytes: int
+    """Of one token in the cache."""
     base: str
     """Identity of the base weights (`rollout.artifacts.base_id`)."""
     policy: str | None
@@ -66,12 +69,13 @@ def _loss(what: str, difference: Interval, limit: float) -> list[tuple[bool, str
     ]
 
 
-def path(home: Path, recipe: str) -> Path:
-    return home / "acceptance" / f"{recipe}.json"
+def path(home: Path, recipe: str, kv_cache_dtype: str) -> Path:
+    name = recipe if kv_cache_dtype == "auto" else f"{recipe}.{kv_cache_dtype}"
+    return home / "acceptance" / f"{name}.json"
 
 
 def write(home: Path, finding: Finding) -> Path:
-    target = path(home, finding.recipe)
+    target = path(home, finding.recipe, finding.kv_cache_dtype)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_suffix(".tmp")
     scratch.write_bytes(msgspec.json.format(msgspec.json.encode(finding), indent=2))
@@ -79,13 +83,14 @@ def write(home: Path, finding: Finding) -> Path:
     return target
 
 
-def read(home: Path, recipe: str) -> Finding | None:
-    """None when `recipe` was never tested in this deployment. Raises ValueError for a damaged file."""
+def read(home: Path, recipe: str, kv_cache_dtype: str = "auto") -> Finding | None:
+    """None when the two were never tested in this deployment. Raises ValueError for a damaged file."""
+    target = path(home, recipe, kv_cache_dtype)
     try:
-        content = path(home, recipe).read_bytes()
+        content = target.read_bytes()
     except FileNotFoundError:
         return None
     try:
         return msgspec.json.decode(content, type=Finding)
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path(home, recipe)}: {error}; test the recipe again or delete the file") from None
+        raise ValueError(f"{target}: {error}; test the recipe again or delete the file") from None

@@ -51,6 +51,11 @@ class Recipe:
         """vLLM's arguments on a device of this kind ("cpu" or "gpu")."""
         return self.engine_args if device == "gpu" or self.cpu_engine_args is None else self.cpu_engine_args
 
+    def dtype_on(self, device: str) -> str:
+        """Of activations, and of the cache where a tier does not say otherwise."""
+        args = self.args_on(device)
+        return args[args.index("--dtype") + 1]
+
     @property
     def quantized(self) -> bool:
         """Whether it approximates the model's weights, and so has an acceptance test to pass."""

@@ -33,8 +33,8 @@ class Ask:
     temperature: float = 1.0
     seed: int | None = None
     """Sampling seed; with one, a policy gives a task the same answer again."""
-    batch: bool = False
-    """Background work: the gateway puts it behind interactive requests."""
+    evaluation: bool = False
+    """The gateway puts it behind interactive requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +191,8 @@ def _body(episode: Episode, ask: Ask) -> dict[str, Any]:
     }
     if ask.seed is not None:
         body["seed"] = ask.seed
-    if ask.batch:
-        body["extra_headers"] = {PRIORITY_HEADER: "batch"}
+    if ask.evaluation:
+        body["extra_headers"] = {PRIORITY_HEADER: "evaluation"}
     return body
 
 

@@ -51,6 +51,16 @@ def wrong_name(param: str) -> ApiError:
     return invalid(message, param, "invalid_value")
 
 
+def still_busy(replica: str, requests: int, seconds: float) -> ApiError:
+    return ApiError(
+        409,
+        f"Replica '{replica}' still had {requests} requests in flight after {seconds:.0f} s and stays in "
+        f"rotation; try again.",
+        param="replica",
+        code="replica_busy",
+    )
+
+
 def bad_key() -> ApiError:
     return ApiError(
         401,
@@ -80,7 +90,7 @@ def unknown_model(name: str, available: list[str]) -> ApiError:
 
 def unknown_tier(name: str) -> ApiError:
     return invalid(
-        f"Unknown service_tier '{name}'; use 'default', 'fast' or 'auto'.",
+        f"Unknown service_tier '{name}'; use 'default', 'fast', 'flex' or 'auto'.",
         "service_tier",
         "unknown_service_tier",
     )

@@ -16,12 +16,13 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from rollout import capture, trajectories
 from rollout.records import Completion, CompletionStatus, Joint
 from rollout.store import completions
-from server import errors, routing
+from server import errors, routing, warm
 from server.auth import Caller
 from server.config import GatewayConfig
 from server.engine.client import ChatEvent, ChatResult
@@ -198,15 +199,15 @@ class Exchanges:
     async def open(self, caller: Caller, request: ChatRequest, headers: Mapping[str, str]) -> Exchange:
         """Decide policy, replica and prompt. Raises ApiError (404, 400, 503)."""
         started, now = time.monotonic(), time.time()
-        priority = routing.priority(headers)
+        priority = routing.priority(headers, request.service_tier)
         named = self.fleet.named(request.model, request.service_tier, caller.project.default_tier)
         keep = capture.wanted(caller.project, request.store)
         turn = await self.turns.of(caller.project.id, request, headers, keep)
-        policy_id, replica = self._place(named, request.params(), turn.session, now)
+        salt = _cache_salt(caller.project.id, self.base)
+        policy_id, replica = self._place(named, request, salt, turn.session, now)
         turn.session.on_replica(replica.tier, replica.id)
         if named.policy is None:
             turn.session.answered(policy_id, now)
-        salt = _cache_salt(caller.project.id, self.base)
         recorder = capture.Recorder(
             capture.Request(
                 id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -269,12 +270,14 @@ class Exchanges:
             self.metrics.joined.inc()
 
     def _place(
-        self, named: Named, params: dict[str, Any], session: Session, now: float
+        self, named: Named, request: ChatRequest, salt: str, session: Session, now: float
     ) -> tuple[str, Replica]:
         """The policy and the replica; both are of this very moment, so nothing is awaited in here."""
         tier, pinned = named.tier, named.policy
         replicas = self.fleet.replicas if tier == AUTO else self.fleet.of(tier)
-        replicas = routing.without_drafts(tier, replicas, params)
+        replicas = routing.without_drafts(tier, replicas, request.params())
+        begins = warm.shared(salt, request.messages, request.tools) if len(replicas) > 1 else None
+        prefix = None if begins is None else msgspec.json.encode(begins)
         held = session.held(now, self.config.policy_hold_s)
         promoted = self.fleet.serving.promoted
         if not self.fleet.has_served(held):
@@ -285,7 +288,7 @@ class Exchanges:
             able = routing.able(replicas, policy)
             chosen_tier = routing.choose_tier(tier, able)
             able = [replica for replica in able if replica.tier == chosen_tier]
-            replica = routing.choose(able, session.replica_of_tier.get(chosen_tier))
+            replica = routing.choose(able, session.replica_of_tier.get(chosen_tier), prefix)
             if replica is not None:
                 return policy, replica
         reasons = "; ".join(f"{r.id}: {r.why_not}" for r in replicas if r.why_not)

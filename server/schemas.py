@@ -153,6 +153,14 @@ class Rollback(_Body):
     reason: str = "asked for"
 
 
+class Restart(_Body):
+    """``POST /v1/rl/tiers/restart``."""
+
+    replica: str
+    force: bool = False
+    """Also when callers will be refused meanwhile."""
+
+
 class Learning(_Body):
     """``POST /v1/rl/learning``."""
 
@@ -295,8 +303,8 @@ def _check_tool_choice(choice: Any, tools: list[dict[str, Any]] | None) -> None:
         raise errors.invalid("'tool_choice' needs 'tools'.", "tool_choice")
     if isinstance(choice, str):
         return
-    if choice.get("type") != "function":
-        raise errors.unsupported("tool_choice.type", "use 'none', 'auto', 'required' or one function by name")
-    name = (choice.get("function") or {}).get("name")
+    if choice.get("type") != "function" or not isinstance(choice.get("function"), dict):
+        raise errors.unsupported("tool_choice", "use 'none', 'auto', 'required' or one function by name")
+    name = choice["function"].get("name")
     if name not in [tool["function"]["name"] for tool in tools]:
         raise errors.invalid(f"'tool_choice' names '{name}', which is not in 'tools'.", "tool_choice")

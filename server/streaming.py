@@ -21,7 +21,7 @@ from server import errors
 from server.engine.client import ChatEvent, ChatResult, Piece
 from server.exchange import Exchange
 from server.schemas import ChatRequest
-from server.tiers import wire_tier
+from server.tiers import FLEX, wire_tier
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Names:
         self._stamp = {
             "id": request.id,
             "model": model,
-            "service_tier": wire_tier(request.tier),
+            "service_tier": FLEX if exchange.request.service_tier == FLEX else wire_tier(request.tier),
             "system_fingerprint": f"{request.policy_id}-{request.tier}",
         }
 

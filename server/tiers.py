@@ -20,7 +20,16 @@ from server.engine.supervisor import read_state
 
 STANDARD, FAST = "standard", "fast"
 AUTO = "auto"
-_TIER_OF = {"default": STANDARD, "standard": STANDARD, "fast": FAST, "priority": FAST, "auto": AUTO}
+FLEX = "flex"
+"""OpenAI's name of work that may wait: the fast tier, behind everybody who waits for an answer."""
+_TIER_OF = {
+    "default": STANDARD,
+    "standard": STANDARD,
+    "fast": FAST,
+    "priority": FAST,
+    FLEX: FAST,
+    "auto": AUTO,
+}
 _WIRE = {STANDARD: "default"}
 """Tier -> ``service_tier`` in responses, which the official client's types allow."""
 
@@ -41,6 +50,8 @@ class Replica:
     ready: bool = False
     """In rotation: healthy, and holding the promoted policy verified."""
     why_not: str = "starting"
+    draining: bool = False
+    """Out of rotation until its engine has been started anew."""
     misses: int = 0
     """Failed health checks in a row."""
     verified: set[str] = field(default_factory=set)
@@ -57,8 +68,13 @@ class Replica:
     def forget(self, instance: str | None, why: str) -> None:
         """A new engine start (or none): nothing is loaded until it is seen and verified."""
         self.instance, self.ready, self.why_not = instance, False, why
+        self.draining = False
         self.verified.clear()
         self.failed.clear()
+
+    def drain(self) -> None:
+        """Take no more requests; those in flight go on."""
+        self.draining, self.ready, self.why_not = True, False, "draining"
 
     def current_instance(self) -> str | None:
         """The engine start that the supervisor names; None when there is none, or no readable file."""

@@ -12,11 +12,13 @@ from typing import Any
 
 import msgspec
 
+from server.engine.launch import BATCH_PRIORITY
+
 REMEMBERED = 256
 LARGEST = 64 * 1024
 """Bytes of a prefix; a longer one is one caller's document."""
-PRIORITY = 100
-"""Later than any caller: lower goes first."""
+PRIORITY = BATCH_PRIORITY - 1
+"""Later than anybody who waits; but a flip waits for it, so it is not put aside as batch work is."""
 
 
 @dataclass(slots=True)
@@ -33,16 +35,9 @@ class Prefixes:
         self, cache_salt: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> None:
         """Count the part of this prompt that others are likely to begin with too."""
-        leading = messages[:1] if messages[0]["role"] == "system" else []
-        if not leading and not tools:
+        body = shared(cache_salt, messages, tools)
+        if body is None:
             return
-        body: dict[str, Any] = {
-            "messages": [*leading, {"role": "user", "content": "."}],
-            "cache_salt": cache_salt,
-            "max_completion_tokens": 1,
-        }
-        if tools:
-            body["tools"] = tools
         key = msgspec.json.encode(body)
         if len(key) > LARGEST:
             return
@@ -58,3 +53,18 @@ class Prefixes:
         for prefix in self._known.values():
             prefix.uses //= 2
         return [prefix.body for prefix in hot]
+
+
+def shared(
+    cache_salt: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> dict[str, Any] | None:
+    """The part of a prompt that others are likely to begin with too, as a chat body; None without one."""
+    leading = messages[:1] if messages[0]["role"] == "system" else []
+    if not leading and not tools:
+        return None
+    body: dict[str, Any] = {
+        "messages": [*leading, {"role": "user", "content": "."}],
+        "cache_salt": cache_salt,
+        "max_completion_tokens": 1,
+    }
+    return body | ({"tools": tools} if tools else {})

@@ -6,6 +6,7 @@ Acceptance comes from the engine's counters, where the gateway's ``/metrics`` pa
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import AsyncIterator
@@ -19,10 +20,7 @@ from rollout import gateway
 
 REQUESTS = 4
 MAX_TOKENS = 96
-TEXT = "\n".join(
-    f"def field_{name}(row): return row['{name}'].strip()" for name in ("name", "city", "street", "code")
-)
-PROMPT = f"Repeat this code exactly, three times:\n{TEXT}"
+ROWS = 4
 COUNTER = re.compile(
     r"^vllm:spec_decode_num_(draft_tokens|accepted_tokens)(?:_total)?(?:\{[^}]*\})? ([0-9.e+]+)$"
 )
@@ -52,7 +50,7 @@ async def measure(client: openai.AsyncOpenAI, model: str) -> Drafting:
     """Run the workload, one request after another: at batch 1 drafting has the most to win."""
     before = await _counters(client)
     start = time.perf_counter()
-    counts = [await _one(client, model) for _ in range(REQUESTS)]
+    counts = [await _one(client, model, number) for number in range(REQUESTS)]
     seconds = time.perf_counter() - start
     after = await _counters(client)
     drafted, accepted = (
@@ -68,11 +66,17 @@ async def measure(client: openai.AsyncOpenAI, model: str) -> Drafting:
     )
 
 
-async def _one(client: openai.AsyncOpenAI, model: str) -> tuple[int, int]:
+def prompt(number: int) -> str:
+    """A table to write again, which is what a small model still does after it was trained on tool calls."""
+    rows = [{"id": 100 * number + row, "city": "Bergen", "open": True} for row in range(ROWS)]
+    return f"Repeat this JSON exactly:\n```json\n{json.dumps(rows, indent=1)}\n```"
+
+
+async def _one(client: openai.AsyncOpenAI, model: str, number: int) -> tuple[int, int]:
     """(tokens, events that carried tokens) of one greedy answer, which goes on to its last token."""
     stream: AsyncIterator[ChatCompletionChunk] = await client.chat.completions.create(
         model=model,
-        messages=[{"role": "user", "content": PROMPT}],
+        messages=[{"role": "user", "content": prompt(number)}],
         temperature=0.0,
         max_completion_tokens=MAX_TOKENS,
         service_tier="fast",

@@ -172,7 +172,7 @@ def ask_for(task: Task, side: Side, tier: str) -> Ask:
     """What `side` is asked on `tier`, its sampling seed a function of the task alone."""
     digest = hashlib.sha256(task.id.encode()).digest()
     return replace(
-        Ask(store=False, batch=True),
+        Ask(store=False, evaluation=True),
         model=side.model,
         service_tier=tier,
         seed=int.from_bytes(digest[:4], "big") >> 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from rollout import positions
 from rollout.config import ConfigError, arguments, read
 from server.engine import launch
 from server.engine.supervisor import Busy, Supervisor
@@ -15,6 +16,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         replica = launch.replica(read(args.config, args.overrides), args.replica)
+        positions.check_length(replica.model, replica.engine.max_model_len)
         plan = launch.launch(replica, launch.detect(replica.engine))
         plan.notes.extend(launch.check_accepted(replica))
         with Supervisor(replica.id, replica.tier, plan) as supervisor:

@@ -20,7 +20,7 @@ from typing import Any
 
 from quant import acceptance
 from quant.recipes import RECIPES, Recipe
-from rollout import artifacts
+from rollout import artifacts, positions
 from rollout.config import ConfigError, EngineConfig, ModelConfig, TierConfig, home, section, tiers
 
 BASE_MODEL = "base"
@@ -33,6 +33,8 @@ request in flight is never read again from a folder that may be gone."""
 KEEP_ALIVE_SECONDS = 60
 """How long vLLM keeps an idle connection. The client gives it up earlier: a request sent on a connection
 that is being closed would look like a dead engine."""
+BATCH_PRIORITY = 10
+"""vLLM's priority from which a request is batch work; a smaller number is served earlier."""
 WORKER_EXTENSION = "server.engine.worker.extension.RatchetWorker"
 DRAFTS = "ratchet_drafts"
 """Key of vLLM's ``--additional-config``: which drafted tokens are verified ("auto", "all", "none")."""
@@ -49,6 +51,7 @@ class Replica:
     recipe: Recipe
     model: ModelConfig
     engine: EngineConfig
+    kv_cache_dtype: str
     speculation: dict[str, Any] | None
     drafts: str
     home: Path
@@ -119,6 +122,7 @@ def replica(document: dict[str, Any], replica_id: str) -> Replica:
         recipe=RECIPES[config.recipe],
         model=section(document, "model", ModelConfig),
         engine=section(document, "engine", EngineConfig),
+        kv_cache_dtype=config.kv_cache_dtype,
         speculation=config.speculation,
         drafts=config.drafts,
         home=home(document),
@@ -137,18 +141,21 @@ def check_accepted(replica: Replica) -> list[str]:
 
     Raises ConfigError when the recipe failed it on this very model.
     """
-    if not replica.recipe.quantized:
+    if not replica.recipe.quantized and replica.kv_cache_dtype == "auto":
         return []
+    what = replica.recipe.name
+    if replica.kv_cache_dtype != "auto":
+        what += f" with a cache in {replica.kv_cache_dtype}"
     again = f"python -m quant accept --tier {replica.tier}"
     try:
-        finding = acceptance.read(replica.home, replica.recipe.name)
+        finding = acceptance.read(replica.home, replica.recipe.name, replica.kv_cache_dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if finding is None or finding.base != artifacts.base_id(replica.model.path):
-        return [f"recipe {replica.recipe.name} was not tested on this model: {again}"]
+        return [f"recipe {what} was not tested on this model: {again}"]
     if finding.failures:
         raise ConfigError(
-            f"tiers.{replica.tier}.recipe: {replica.recipe.name!r} failed its acceptance test: "
+            f"tiers.{replica.tier}.recipe: {what} failed its acceptance test: "
             f"{'; '.join(finding.failures)}. Choose another recipe, or test it again: {again}"
         )
     return []
@@ -207,6 +214,7 @@ def launch(replica: Replica, host: Host) -> Launch:
             else []
         ),
         *recipe.args_on(host.device),
+        *(["--kv-cache-dtype", replica.kv_cache_dtype] if replica.kv_cache_dtype != "auto" else []),
         *_drafting_args(replica),
         *replica.engine.extra_args,
     ]
@@ -229,6 +237,7 @@ def _model_args(replica: Replica) -> list[str]:
         *(["--long-prefill-token-threshold", str(engine.prefill_chunk)] if engine.prefill_chunk else []),
         # On a CPU vLLM's own default is 128: prompts of a few hundred tokens would hardly ever hit.
         *(["--block-size", str(engine.block_size)] if engine.block_size else []),
+        *(["--hf-overrides", json.dumps(scaled)] if (scaled := positions.overrides(replica.model)) else []),
         *(["--dtype", engine.dtype] if "--dtype" not in replica.recipe.engine_args else []),
         *("--scheduling-policy", "priority"),
         *("--enable-auto-tool-choice", "--tool-call-parser", replica.model.tool_parser),

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,7 +192,8 @@ def tool_uses(count: int, seed: int) -> list[Request]:
     return [{"messages": task.messages, "tools": task.tools} for task in tasks]
 
 
-def _body(model: str, request: Request, tokens: int, temperature: float) -> dict[str, Any]:
+def body(model: str, request: Request, tokens: int, temperature: float = 1.0) -> dict[str, Any]:
+    """An answer of exactly `tokens`."""
     asked = {"model": model, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True}
     return request | asked
 
@@ -203,7 +204,7 @@ async def tokens_per_second(
     """Generated tokens a second with all `requests` at once, each of exactly `tokens`."""
 
     async def one(request: Request) -> int:
-        answer = await engine.chat(_body(model, request, tokens, temperature))
+        answer = await engine.chat(body(model, request, tokens, temperature))
         return sum(len(choice.token_ids) for choice in answer.choices)
 
     started = time.monotonic()
@@ -226,16 +227,22 @@ async def latencies(engine: Engine, model: str, requests: Sequence[Request], tok
     found = Latencies()
 
     async def one(request: Request) -> None:
-        last, first = time.monotonic(), True
-        async for event in engine.stream_chat(_body(model, request, tokens, 1.0)):
-            if not any(piece.token_ids for piece in event.pieces):
-                continue
-            now = time.monotonic()
-            (found.first if first else found.between).append(now - last)
-            last, first = now, False
+        gaps = [gap async for gap in arrivals(engine, body(model, request, tokens))]
+        found.first.append(gaps[0])
+        found.between.extend(gaps[1:])
 
     await asyncio.gather(*map(one, requests))
     return found
+
+
+async def arrivals(engine: Engine, asked: dict[str, Any]) -> AsyncIterator[float]:
+    """Seconds until the first token of a streamed answer, then from each arrival to the next."""
+    last = time.monotonic()
+    async for event in engine.stream_chat(asked):
+        if any(piece.token_ids for piece in event.pieces):
+            now = time.monotonic()
+            yield now - last
+            last = now
 
 
 def percentile(values: Sequence[float], share: float) -> float:

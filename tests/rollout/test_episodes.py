@@ -91,10 +91,10 @@ def test_a_call_of_no_use_is_answered_and_the_episode_goes_on(arguments: str) ->
 
 def test_what_is_asked_is_what_is_sent() -> None:
     api = service()
-    run(api, 0, Ask(service_tier="fast", store=False, seed=5, batch=True, temperature=0.5))
+    run(api, 0, Ask(service_tier="fast", store=False, seed=5, evaluation=True, temperature=0.5))
     body = api.bodies[0]
     assert (body["service_tier"], body["store"], body["seed"], body["temperature"]) == ("fast", False, 5, 0.5)
-    assert api.headers[0][PRIORITY_HEADER] == "batch"
+    assert api.headers[0][PRIORITY_HEADER] == "evaluation"
     run(api, 0, Ask())
     assert "seed" not in api.bodies[-1]
     assert PRIORITY_HEADER not in api.headers[-1]

@@ -167,10 +167,10 @@ def test_a_better_candidate_is_promoted_with_evidence(deployed: Store) -> None:
     assert passed.to is PolicyState.CANARY
     assert passed.evidence is not None
     assert passed.evidence["evaluation"] == evaluation.id
-    # Stopped at the first look, every task asked of both, all at batch priority and not stored.
+    # Stopped at the first look, every task asked of both, all at the priority of evaluations and not stored.
     assert evaluation.n == 32
     assert all(body["store"] is False for body in api.bodies)
-    assert all(headers["x-ratchet-priority"] == "batch" for headers in api.headers)
+    assert all(headers["x-ratchet-priority"] == "evaluation" for headers in api.headers)
     assert passed.evidence["tiers"] == list(TIERS)
 
 

@@ -10,7 +10,7 @@ import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
-from server.engine.worker import waiting
+from server.engine.worker import plugin
 
 Queues = tuple[MessageQueue, MessageQueue]
 
@@ -18,9 +18,9 @@ Queues = tuple[MessageQueue, MessageQueue]
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SpinCondition, "wait", SpinCondition.wait)  # put back at the end
-    waiting.register()
+    plugin.register()
     once = SpinCondition.wait
-    waiting.register()
+    plugin.register()
     assert SpinCondition.wait is once
 
 

@@ -163,6 +163,7 @@ def test_the_wire_format_of_a_stream(deployment: Deployment) -> None:
         ("ratchet", "default", "standard", "default"),
         ("ratchet", "fast", "fast", "fast"),
         ("ratchet", "priority", "fast", "fast"),
+        ("ratchet", "flex", "fast", "flex"),
         ("ratchet-fast", None, "fast", "fast"),
         ("ratchet-fast@p000000", None, "fast", "fast"),
         ("ratchet@p000000", "auto", "standard", "default"),

@@ -7,12 +7,13 @@ import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from rollout.records import Scope
+from rollout.records import PRIORITY_HEADER, Scope
 from server import keys
 from tests.fixtures.engines import eventually, write_config
 from tests.server.doubled import HELLO, chat, say
@@ -100,6 +101,17 @@ def test_what_goes_to_the_engine(deployment: Deployment, double: EngineDouble) -
     assert len(sent["cache_salt"]) == 32
     assert sent["model"] == "base"
     assert not {"max_tokens", "user", "metadata", "store", "service_tier"} & set(sent)
+
+
+@pytest.mark.parametrize(
+    ("headers", "priority"), [({}, 0), ({PRIORITY_HEADER: "batch"}, 10), ({PRIORITY_HEADER: "evaluation"}, 5)]
+)
+def test_what_may_wait_goes_to_the_engine_as_such(
+    deployment: Deployment, double: EngineDouble, headers: dict[str, str], priority: int
+) -> None:
+    messages: Any = say("hello")
+    deployment.client(default_headers=headers).chat.completions.create(model="ratchet", messages=messages)
+    assert double.bodies[-1]["priority"] == priority
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.records import Policy, PolicyState
+from rollout.records import PRIORITY_HEADER, Policy, PolicyState
 from server import routing
 from server.engine.client import Engine
+from server.engine.launch import BATCH_PRIORITY
 from server.errors import ApiError
 from server.sessions import Session
 from server.tiers import AUTO, Fleet, Named, Replica, Serving
@@ -81,7 +83,7 @@ def test_names(model: str, service_tier: str | None, expected: Named) -> None:
         ("other", None, 404),
         ("ratchet@p000009", None, 404),
         ("ratchet-slow", None, 404),
-        ("ratchet", "flex", 400),
+        ("ratchet", "scale", 400),
         ("ratchet-fast", "default", 400),
     ],
 )
@@ -106,9 +108,33 @@ def test_a_flip_needs_every_replica_in_rotation_and_one_a_tier() -> None:
 @given(loads=st.lists(st.integers(0, 9), min_size=1, max_size=5), sticky=st.integers(0, 6))
 def test_sticky_where_able_else_least_loaded(loads: list[int], sticky: int) -> None:
     replicas = [replica(f"standard-{i}", load=load) for i, load in enumerate(loads)]
-    chosen = routing.choose(replicas, f"standard-{sticky}")
+    chosen = routing.choose(replicas, f"standard-{sticky}", None)
     assert chosen is not None
     assert chosen.id == f"standard-{sticky}" if sticky < len(loads) else routing.load(chosen) == min(loads)
+
+
+@settings(deadline=None)
+@given(loads=st.lists(st.integers(0, 9), min_size=1, max_size=5), prefix=st.binary(max_size=4))
+def test_a_prefix_chooses_a_replica_within_its_part_of_the_load(loads: list[int], prefix: bytes) -> None:
+    replicas = [replica(f"standard-{i}", load=load) for i, load in enumerate(loads)]
+    chosen = routing.choose(replicas, None, prefix)
+    assert chosen is not None
+    assert routing.choose(list(reversed(replicas)), None, prefix) is chosen
+    assert routing.load(chosen) + 1 <= math.ceil(1.25 * (sum(loads) + 1) / len(loads))
+
+
+def test_a_replica_that_leaves_moves_only_its_own_prefixes_and_each_has_some() -> None:
+    replicas = [replica(f"standard-{i}") for i in range(4)]
+    prefixes = [str(number).encode() for number in range(200)]
+
+    def chosen(among: list[Replica]) -> list[str]:
+        return [found.id for prefix in prefixes if (found := routing.choose(among, None, prefix))]
+
+    before, after = chosen(replicas), chosen(replicas[1:])
+    assert {name: before.count(name) > 20 for name in before} == {r.id: True for r in replicas}
+    assert [a for a, b in zip(after, before, strict=True) if b != "standard-0"] == [
+        b for b in before if b != "standard-0"
+    ]
 
 
 def test_only_verified_replicas_in_rotation_are_able() -> None:
@@ -155,3 +181,24 @@ def test_a_new_engine_start_holds_nothing() -> None:
     one.forget("another", "starting")
     assert not one.ready
     assert one.verified == set()
+
+
+@pytest.mark.parametrize(
+    ("headers", "service_tier", "wanted"),
+    [
+        ({}, None, 0),
+        ({}, "fast", 0),
+        ({}, "flex", BATCH_PRIORITY),
+        ({PRIORITY_HEADER: "batch"}, "fast", BATCH_PRIORITY),
+        ({PRIORITY_HEADER: "interactive"}, "flex", 0),
+    ],
+)
+def test_a_request_says_whether_it_may_wait(
+    headers: dict[str, str], service_tier: str | None, wanted: int
+) -> None:
+    assert routing.priority(headers, service_tier) == wanted
+
+
+def test_an_unknown_priority_is_refused() -> None:
+    with pytest.raises(ApiError, match="must be 'interactive' or 'evaluation' or 'batch', not 'soon'"):
+        routing.priority({PRIORITY_HEADER: "soon"}, None)

@@ -17,15 +17,6 @@ RECENT_S = 1.0
 LOOK_MS = 1
 
 
-def register() -> None:
-    """Entry point ``vllm.general_plugins``: called in each of vLLM's processes, once or more."""
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu() and SpinCondition.wait.__module__ != __name__:
-        SpinCondition.wait = waiting(SpinCondition.wait)
-
-
 def waiting(stock: Callable[..., None]) -> Callable[..., None]:
     """`SpinCondition.wait`, which never returns at once for having read a message a moment ago."""
 
